@@ -115,6 +115,29 @@ async def test_no_web_page_takes_a_turn_of_an_episode(chat: ChatTokenizer, page:
     assert not trajectory.turns
 
 
+@pytest.mark.parametrize("treatment", ["count", "fail"])
+async def test_an_agent_that_swallows_a_refusal_is_noticed(
+    chat: ChatTokenizer, treatment: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def agent(llm: Endpoint) -> float:
+        messages: list[Any] = [{"role": "user", "content": "a"}]
+        async with client_of(llm, max_retries=0) as client:
+            await client.chat.completions.create(model=llm.model, messages=messages)
+            for _ in range(2):
+                with pytest.raises(openai.BadRequestError):
+                    await client.chat.completions.create(model=llm.model, messages=messages, stop=["x"])
+        return 1.0
+
+    tree = {"env": {"max_new_tokens": 8, "refused_requests": treatment}, "model": {"max_context": 96}}
+    trajectory = await play(chat, ScriptedPolicy(says(chat, "a")), agent, settings=Config.model_validate(tree))
+    reason = "stop: not served in an episode"
+    assert sum(reason in record.getMessage() for record in caplog.records) == 1
+    if treatment == "count":
+        assert (trajectory.status, trajectory.reward, trajectory.error) == ("completed", 1.0, None)
+    else:
+        assert trajectory.status == "failed" and reason in (trajectory.error or "")
+
+
 def client_of(llm: Endpoint, **settings: Any) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, **settings)
 

@@ -149,6 +149,7 @@ def status(run_dir: Path) -> Document:
         "progress": view.progress,
         "ledger": view.latest.get("ledger", {}),
         "groups_dropped": view.played.get("groups_dropped", view.latest.get("groups_dropped", {})),
+        "refused_requests": view.played.get("refused_requests_total", 0),
         "frames_dropped": view.played.get("frames_dropped", {}),
         "groups_failed": view.played.get("groups_failed", 0),
         "latest_failure": view.played.get("latest_failure"),

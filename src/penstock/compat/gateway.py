@@ -15,12 +15,12 @@ import asyncio
 import json
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from penstock.compat.openai import OpenAI, refuse
 from penstock.deadline import Stalled
@@ -34,11 +34,14 @@ from penstock.rollout.generator import AnswersOnly, Increment, OnTokens
 from penstock.rollout.http import Refused
 from penstock.rollout.request import ContextExceeded, GenerateRequest, check_prompt
 from penstock.rollout.session import RolloutError
+from penstock.runtime.http_client import MAX_MESSAGE_CHARS
 from penstock.samples import Segment
 
 IGNORED = {"temperature", "top_p", "top_k", "min_p"}
 """Sampling parameters that the run sets. An episode refuses the others: they would change the policy's own answer, or
 ask for data that the gateway does not have."""
+REFUSALS = range(400, 410)
+"""Statuses of requests that are refused for what they ask."""
 MAX_WAITING = 64
 """Maximum number of requests of one episode that wait for their answer."""
 REMEMBERED_KEYS = 65_536
@@ -77,7 +80,7 @@ class AgentGateway:
         key, path = _key_and_path(scope)
         session = self._sessions.get(key)
         if session is not None:
-            await session.app({**scope, "path": path}, receive, send)
+            await session.app({**scope, "path": path}, receive, _telling(send, session.refused))
         elif key in self._over:
             gone = Refused(410, "this episode is over: it takes no further requests")
             await refuse(gone)(scope, receive, send)
@@ -107,6 +110,10 @@ class Session(AnswersOnly):
         """Answers by the prompt's tokens."""
         surfaces = OpenAI(self, self, model_name=model_name), Generation(self, self)
         self.app = App([route for surface in surfaces for route in surface.routes()], ApiKeys())
+
+    def refused(self, message: str) -> None:
+        """Note that a request was refused."""
+        self._conversation.refused(message)
 
     def check(self, request: GenerateRequest) -> None:
         """Raise ValueError for tokens that the model lacks, and for parameters that would change the policy's own
@@ -182,6 +189,29 @@ class Session(AnswersOnly):
         for task in self._answers.values():
             task.cancel()
         await asyncio.gather(*self._answers.values(), return_exceptions=True)
+
+
+def _telling(send: Send, refused: Callable[[str], None]) -> Send:
+    """Return `send` that also calls `refused` with the message of a request's refusal."""
+    is_refusal = False
+
+    async def sending(message: Message) -> None:
+        nonlocal is_refusal
+        if message["type"] == "http.response.start":
+            is_refusal = message["status"] in REFUSALS
+        elif is_refusal and message["type"] == "http.response.body":
+            is_refusal = False
+            refused(_error_message(message.get("body", b"")))
+        await send(message)
+
+    return sending
+
+
+def _error_message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body[:MAX_MESSAGE_CHARS].decode(errors="replace")
 
 
 def _key_and_path(scope: Scope) -> tuple[str, str]:

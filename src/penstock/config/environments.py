@@ -182,6 +182,10 @@ class EnvConfig(EnvironmentConfig):
     episode_timeout_s: float = Field(120.0, gt=0)
     """Time limit in seconds for an episode: generation plus environment. Time spent waiting for a slot to generate does
     not count."""
+    refused_requests: Literal["count", "fail"] = "count"
+    """Agents: treatment of an episode in which the policy's endpoint refused a request, for a reason other than its
+    limits of turns and tokens. `count`: the metric `refused_requests_total` counts the request, the worker's log says
+    the reason once, and the episode goes on. `fail`: the episode fails with the reason, whatever its agent returns."""
     max_attempts: int = Field(3, ge=1)
     """Number of attempts at an episode with a failing environment, before the scheduler drops its group."""
     seeds: Literal["hashed", "arithmetic"] = "hashed"

@@ -80,6 +80,8 @@ class Conversation:
         self._history: list[Message] = []
         """The messages behind the tokens of the episode's context, including the last answer."""
         self._turn = asyncio.Lock()
+        self.refusals: list[str] = []
+        """Messages with which requests were refused, without those for lack of turns or tokens."""
         self.over: str | None = None
         """Reason why a request was refused for lack of turns or tokens; None if none was refused."""
         self.cut = False
@@ -90,6 +92,11 @@ class Conversation:
     @property
     def name(self) -> str:
         return str(self._episode.lease.episode)
+
+    def refused(self, message: str) -> None:
+        """Note that a request was refused."""
+        if message != self.over:
+            self.refusals.append(message)
 
     def prompt(self, messages: Sequence[Message], **settings: Any) -> list[int]:
         """Return the tokens of a conversation, up to the start of the assistant's next answer. Where the conversation

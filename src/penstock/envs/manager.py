@@ -14,6 +14,7 @@ grant. While the reward of an episode is computed, the episode holds no place fo
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -32,6 +33,7 @@ from penstock.ports.environment import Environment, PolicyClient
 from penstock.ports.work import Work
 from penstock.samples import Segment, Trajectory
 from penstock.scheduler.segments import SegmentPolicy
+from penstock.sendable import sendable
 from penstock.types import EpisodeId, SegmentGrant, StopReason, Task
 
 MakeEnvironment = Callable[[Task], Environment]
@@ -42,6 +44,11 @@ Ended = Callable[[Trajectory, str], None]
 Convert = Callable[[list[dict[str, str]]], list[int]]
 """Returns the token ids of messages."""
 
+logger = logging.getLogger(__name__)
+
+MOST_REFUSALS, MAX_REFUSAL_KIND, MAX_REFUSAL_CHARS = 64, 60, 500
+"""Refusals of agents' requests that a worker logs; characters that tell two kinds apart, but for digits; and characters
+of a logged message."""
 ANSWER = {"resource": "an answer", "holder": "a rollout server"}
 
 
@@ -90,12 +97,14 @@ class EnvManager:
         self._on_error = on_error or LoggedOnce()
         self._make_environment = partial(EpisodeEnvironment, limit=ConcurrencyLimit(), on_error=self._on_error)
         self._wanted = config.dump.foreign_columns
-        self._num_drifts = 0
+        self._num_drifts = self._num_refused = 0
+        self._told_refusals: set[str] = set()
 
     def counts(self) -> dict[str, float]:
         """Return counters since the start: `drifts`, the number of times that recorded tokens replaced repeated text of
-        answers, and the counters of the scorers."""
-        return {"drifts": self._num_drifts, **(self._scorers.counts() if self._scorers is not None else {})}
+        answers; `refused_requests` of agents; and the counters of the scorers."""
+        of_scorers = self._scorers.counts() if self._scorers is not None else {}
+        return {"drifts": self._num_drifts, "refused_requests": self._num_refused, **of_scorers}
 
     async def play(self, work: Work, ended: Ended, *, begun: Mapping[int, Trajectory] | None = None) -> None:
         """Play every lease, and call `ended` as soon as an episode ends. Members in `begun` continue from these
@@ -180,11 +189,24 @@ class EnvManager:
                 reward = 0.0  # an agent may raise when it is told that no turn or token is left
             finally:
                 await self._gateway.close(endpoint)
+                self._count_refusals(conversation.refusals)
             if not episode.turns:
-                raise EpisodeFailure(conversation.over or "the agent sent no request to the policy")
+                said = conversation.over or (conversation.refusals or ["the agent sent no request to the policy"])[0]
+                raise EpisodeFailure(said)
+            if conversation.refusals and self._config.env.refused_requests == "fail":
+                raise EpisodeFailure(f"the endpoint refused a request of the agent: {conversation.refusals[0]}")
             episode.stop(conversation.stop_reason)
             self._earn(episode, reward, environment.holder("play"), finished=not conversation.cut)
             await self._score(episode, finished=not conversation.cut)
+
+    def _count_refusals(self, messages: Sequence[str]) -> None:
+        """Count the refused requests of an episode, and log each kind of message once."""
+        self._num_refused += len(messages)
+        for message in messages:
+            kind = "".join(character for character in message if not character.isdigit())[:MAX_REFUSAL_KIND]
+            if kind not in self._told_refusals and len(self._told_refusals) < MOST_REFUSALS:
+                self._told_refusals.add(kind)
+                logger.warning("the endpoint refused a request of an agent: %s", sendable(message, MAX_REFUSAL_CHARS))
 
     async def _generate_for_agent(self, timeout: PausableTimeout, episode: Episode, unfinished: bool) -> Segment:
         """Generate the next segment of an agent's answer. The first one already has its grant."""
