@@ -36,6 +36,7 @@ ANSWERS = {
     "a call": CALL,
     "a call after text": f"I add them.\n{CALL}",
     "a call after thought": f"<think>two and three</think>\n\n{CALL}",
+    "a call between texts, with spaces": f"\n\n I add them. \n{CALL}\n  That is all. ",
     "two calls": f"{CALL}\n{CALL.replace('2', '4')}",
     "text": "five < six, {5}",
     "thought and text": "<think>\nhm\n</think>\n\nfive",

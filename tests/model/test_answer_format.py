@@ -82,6 +82,7 @@ def test_several_calls_are_read(name: str, text: str) -> None:
             "arguments of a call of add are no JSON",
         ),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number of JSON"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "a number that JSON lacks"),
         ("hermes", "<tool_call>7</tool_call>", "a call is no JSON object"),
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "a call is not valid JSON"),
         ("hermes", WRITTEN["hermes"] * (MOST_CALLS + 1), f"more than {MOST_CALLS} calls"),
@@ -152,6 +153,18 @@ def test_every_text_can_be_read(name: str, pieces: list[str], thinks: bool) -> N
         assert isinstance(json.loads(call.arguments), dict)
     if not found.calls and not found.reasoning and not thinks:
         assert found.content == text or text.lstrip().startswith("<think>")
+
+
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=12), thinks=st.booleans())
+@pytest.mark.parametrize("name", [each.name for each in FORMATS])
+def test_what_is_visible_early_is_the_beginning_of_the_answer(name: str, pieces: list[str], thinks: bool) -> None:
+    form, text = of(name), "".join(pieces)
+    whole, shown = form.read(text, TOOLS, is_thinking=thinks), ("", "")
+    for end in range(len(text) + 1):
+        visible = form.visible(text[:end], TOOLS, is_thinking=thinks)
+        assert visible[0].startswith(shown[0]) and visible[1].startswith(shown[1]), "what was shown stays"
+        shown = visible
+    assert whole.reasoning.startswith(shown[0]) and whole.content.startswith(shown[1])
 
 
 LONG = 1_000_000

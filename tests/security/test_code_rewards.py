@@ -263,6 +263,19 @@ def test_a_failure_that_the_tests_do_not_look_at_counts(tests: str) -> None:
     assert score("def double(x): return 2 * x", tests) == 1.0
 
 
+def test_an_exception_in_the_place_of_a_function_earns_nothing() -> None:
+    assert score("class double(Exception): pass", "assert double(3)") == 0.0
+
+
+REVERSED = "found = [each for each in reversed(Box())]\nassert len(Box()) == 3"
+
+
+def test_a_program_does_not_end_a_reversed_loop() -> None:
+    box = "class Box:\n    def __len__(self): return 3\n    def __getitem__(self, n): "
+    assert score(f"{box}raise IndexError", REVERSED) == 0.0
+    assert score(f"{box}return n", f"{REVERSED}\nassert found == [2, 1, 0]") == 1.0
+
+
 REFUSES = """
 try:
     accounts = Account(10)

@@ -127,6 +127,18 @@ def test_a_checkpoint_with_a_malformed_version_is_not_served(model_dir: Path, ve
         make_engine(Config(), model_dir, weights="stored")
 
 
+@pytest.mark.parametrize(("length", "count"), [(5000, 1), (257, 1), (256, 100)])
+def test_long_control_tokens_are_refused(model_dir: Path, length: int, count: int) -> None:
+    path = model_dir / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    for number in range(count):
+        content = f"<{number}".ljust(length, "x")
+        tree["added_tokens"].append(tree["added_tokens"][0] | {"id": 10_000 + number, "content": content})
+    path.write_text(json.dumps(tree))
+    with pytest.raises(ModelError, match=f"tokenizer.json has .* control tokens, the longest of {length} characters"):
+        ChatTokenizer.load(model_dir)
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

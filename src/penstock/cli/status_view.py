@@ -107,10 +107,9 @@ def _progress(status: Document) -> list[tuple[str, str]]:
     dropped = sorted(status["groups_dropped"].items(), key=lambda item: -item[1])
     filtered = [("filtered", f"{num_groups} groups  {reason}") for reason, num_groups in dropped]
     checkpoint = [("checkpoint", status["checkpoint"])] if status["checkpoint"] else []
-    refused = [
-        ("refused", f"{number(status['refused_requests'])} requests of agents: the logs of env processes say why")
-    ]
-    told = refused if status["refused_requests"] else []
+    num_refused = status["refused_requests"]
+    why = f"{num_refused:g} requests of agents: the logs of env processes say why"
+    told = [("refused", why)] if num_refused else []
     return [*rows.items(), *filtered, *told, *bad_frames(status), *troubles(status), *checkpoint]
 
 

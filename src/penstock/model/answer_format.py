@@ -85,9 +85,17 @@ class ToolFormat:
         if not self.opening:
             begun = text.lstrip()
             return "" if begun.startswith("{") or self.marks[0].startswith(begun[: len(self.marks[0])]) else text
-        for mark in (self.opening, *self.wrapping):
-            text = _without_beginning(text.partition(mark)[0], mark)
-        return text.rstrip()
+        head, rest = self.split_head(text)
+        if not rest:
+            for mark in (self.opening, *self.wrapping):
+                head = _without_beginning(head, mark)
+        return head.rstrip()
+
+    def split_head(self, text: str) -> tuple[str, str]:
+        """Return the text before the first mark of a call, and the rest."""
+        places = (place for mark in (self.opening, *self.wrapping) if (place := text.find(mark)) >= 0)
+        first = min(places, default=len(text))
+        return text[:first], text[first:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +189,11 @@ def _calls(form: ToolFormat, text: str, tools: Tools) -> tuple[str, list[Call]]:
     if not form.opening:
         calls = [_call(*each) for each in _few(form.read(text.strip(), tools))]
         return ("" if calls else text), calls
-    outside, *regions = text.split(form.opening, MOST_CALLS + 1)
+    head, rest = form.split_head(text)
+    between, *regions = rest.split(form.opening, MOST_CALLS + 1)
     if not regions:
         return text, []
-    parts, calls = [outside.strip()], []
+    parts, calls = [between.strip()], []
     for region in _few(regions):
         inside, closing, after = region.partition(form.closing) if form.closing else (region, "", "")
         if form.closing and not closing:
@@ -193,7 +202,7 @@ def _calls(form: ToolFormat, text: str, tools: Tools) -> tuple[str, list[Call]]:
         parts.append(after.strip())
     for mark in form.wrapping:
         parts = [part.replace(mark, "").strip() for part in parts]
-    return "\n".join(filter(None, parts)), calls
+    return "\n".join(filter(None, (head.rstrip(), *parts))), calls
 
 
 def _few(parts: Iterable[T]) -> Iterator[T]:
@@ -209,7 +218,10 @@ def _call(name: object, arguments: object) -> Call:
         raise Malformed("a call names no tool")
     if not isinstance(arguments, dict):
         raise Malformed(f"the arguments of a call of {name[:64]} are no JSON object")
-    return Call(encodable(name), encodable(json.dumps(arguments, ensure_ascii=False)))
+    try:
+        return Call(encodable(name), encodable(json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
+    except ValueError:
+        raise Malformed(f"the arguments of a call of {name[:64]} have a number that JSON lacks") from None
 
 
 def _refuse(constant: str) -> NoReturn:

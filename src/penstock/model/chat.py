@@ -160,14 +160,14 @@ def _special_marks(tokenizer: Tokenizer, answers: AnswerFormat) -> _SpecialMarks
 
 @contextmanager
 def without_panic() -> Iterator[None]:
-    """Raise ValueError instead of a panic of `tokenizers`, which would end the process: a malformed tokenizer.json can
-    cause one for some texts or tokens."""
+    """Raise ValueError instead of a panic of `tokenizers`, which would end the process, and instead of its bare
+    exceptions: a malformed tokenizer.json can cause both for some texts or tokens."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error).__name__ != "PanicException" and type(error) is not Exception:
             raise
-        raise ValueError(f"the tokenizer panicked: {error}") from None
+        raise ValueError(f"the tokenizer failed: {error}") from None
 
 
 def byte_tokenizer() -> ChatTokenizer:

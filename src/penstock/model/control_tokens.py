@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from penstock.model.chat_template import ChatTemplate
 from penstock.model.disguise import Change, Disguise, Message, Strings, conversation, has_private
+from penstock.model.files import ModelError
 from penstock.model.spellings import Spellings, any_of
 
 ORDINARY = re.compile(r"[\s▁]*|</?[a-z]+[1-6]?>")
@@ -40,8 +41,21 @@ ANSWERED = re.compile(
 """Control tokens that an answer may spell, if they are not marked as special: those around thoughts and calls of tools.
 Answers have them in all well-known families of models. Every other one stays text there too."""
 
+LONGEST, MOST_PARTS = 256, 200_000_000
+"""Characters of the longest control token, and the sum of the third powers of all lengths: the characters of all parts
+of tokens are of this order."""
+
 Real = Mapping[int, str]
 """Characters behind a disguise."""
+
+
+def _check_lengths(tokens: Collection[str]) -> None:
+    longest, cost = max(map(len, tokens), default=0), sum(len(token) ** 3 for token in tokens)
+    if longest > LONGEST or cost > MOST_PARTS:
+        raise ModelError(
+            f"tokenizer.json has {len(tokens)} control tokens, the longest of {longest} characters: tokens of at most "
+            f"{LONGEST} characters are served, and fewer long ones; remove them from `added_tokens`"
+        )
 
 
 class ControlTokens:
@@ -56,6 +70,7 @@ class ControlTokens:
             for number, token in added.items()
             if number in special or not ORDINARY.fullmatch(token.content) or _is_pair_in(source, token.content)
         }
+        _check_lengths(self._tokens.values())
         self._all = Spellings(self._tokens.values())
         spoken = {
             token for number, token in self._tokens.items() if number not in special and ANSWERED.fullmatch(token)

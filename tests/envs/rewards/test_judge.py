@@ -19,9 +19,9 @@ from penstock.envs.rewards.scorer import Scorers
 
 
 class Server(ThreadingHTTPServer):
-    """Replies with these, in order; a number is a status."""
+    """Replies with these, in order; a number is a status, and bytes are a whole body."""
 
-    replies: Iterator[str | int]
+    replies: Iterator[str | int | bytes]
     asked: list[dict[str, Any]]
 
 
@@ -32,6 +32,9 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.asked.append(body | {"key": self.headers["authorization"]})
         reply = next(self.server.replies)
+        if isinstance(reply, bytes):
+            self._send_data(200, reply)
+            return
         if isinstance(reply, int):
             self._send(reply, {"error": {"message": "later"}})
             return
@@ -40,7 +43,9 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
 
     def _send(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
+        self._send_data(status, json.dumps(body).encode())
+
+    def _send_data(self, status: int, data: bytes) -> None:
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
@@ -53,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def judging(*replies: str | int, **options: Any) -> Iterator[tuple[Judge, list[dict[str, Any]]]]:
+def judging(*replies: str | int | bytes, **options: Any) -> Iterator[tuple[Judge, list[dict[str, Any]]]]:
     """A judge, and what it is asked."""
     with Server(("127.0.0.1", 0), Handler) as server:
         server.replies, server.asked = iter(replies), []
@@ -83,6 +88,30 @@ async def test_its_last_score_counts() -> None:
     assert request["key"] == "Bearer secret" and request["temperature"] == 0.0
     content = request["messages"][0]["content"]
     assert "What is 2+2?" in content and "It is 4." in content
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"null", b"[]", b"<html>", b'{"choices": [', b'{"choices": null}', b'{"choices": [null]}'),
+        *(b'{"choices": [{"message": null}]}', b'{"choices": [{}]}', b'{"choices": [{"message": {"content": 7}}]}'),
+    ],
+)
+async def test_a_reply_that_is_no_chat_completion_scores_nothing(body: bytes) -> None:
+    with judging("Score: .5", body, "Score: 5") as (judge, _):
+        assert (await judge.score("4", TASK)).reward == 0.05
+        found = await judge.score("4", TASK)
+        assert (found.reward, found.parts) == (0.0, {"unjudged": 1.0})
+        assert (await judge.score("4", TASK)).reward == 0.5
+        await judge.close()
+
+
+async def test_a_server_that_is_no_judge_fails_the_first_episode() -> None:
+    with judging(b"<html>a page</html>", b"[]") as (judge, _):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="a reply that is no chat completion"):
+                await judge.score("4", TASK)
+        await judge.close()
 
 
 async def test_what_fails_for_a_moment_is_asked_again() -> None:

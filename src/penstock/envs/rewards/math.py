@@ -24,6 +24,8 @@ _BETWEEN = re.compile(r"[=<>,;]|\\(?:le|ge|leq|geq|in|to|approx|text|quad)\b")
 _NUMBER = re.compile(r"[-+]?[\d.]+|[-+]?\\[dt]?frac\{(\d+)\}\{(\d+)\}|[-+]?(\d+)/(\d+)")
 _DEMANDS = re.compile(r"\\(?:cup|cap|setminus|binom|max|min|gcd|lcm|det)\b|[vp]matrix")
 """What math-verify works out by itself when it reads an expression."""
+_ARITHMETIC = re.compile(r"[\d(](?:[\d\s.+\-*/^×÷·()]{0,200}[\d)])?")
+SIGNS = {"**": "^", "*": "\\cdot", "×": "\\cdot", "·": "\\cdot", "÷": "/"}
 MOST_PARTS = 16
 """Most parts of a question, and of an answer, that are compared."""
 UNFINISHED = ("Integral", "Sum", "Product", "Limit", "Derivative")
@@ -71,8 +73,10 @@ class Math:
 
     def _repeats(self, right: Sequence[Any], given: Sequence[Any], question: str) -> bool:
         """Return whether a part of a parsed answer is an expression of the question that remains to be worked out."""
-        asked = [part for found in _MARKED.findall(question) for part in _parts("".join(found))][:MOST_PARTS]
-        prose, texts = _squeezed(_MARKED.sub(" ", question)), set(map(_squeezed, asked))
+        unmarked = _MARKED.sub(" ", question)
+        expressions = [*("".join(found) for found in _MARKED.findall(question)), *map(_as_latex, _sums(unmarked))]
+        asked = [part for expression in expressions for part in _parts(expression)][:MOST_PARTS]
+        prose, texts = _squeezed(unmarked), set(map(_squeezed, asked))
         forms: list[Any] | None = None
         for part in _parts(str(given[-1]))[:MOST_PARTS]:
             text, tree = _squeezed(part), self._tree(part)
@@ -108,6 +112,17 @@ def _parts(text: str) -> list[str]:
     """Return an expression, and the expressions in it: sides of an equation, elements of a set or a list."""
     inner = text.replace("\\{", " ").replace("\\}", " ").replace("\\left", " ").replace("\\right", " ")
     return list(dict.fromkeys(part.strip() for part in (text, *_BETWEEN.split(inner)) if part.strip()))
+
+
+def _sums(prose: str) -> list[str]:
+    """Return the stretches of a text that are arithmetic."""
+    return [found for found in _ARITHMETIC.findall(prose) if not found.strip().isdecimal()]
+
+
+def _as_latex(arithmetic: str) -> str:
+    for sign, command in SIGNS.items():
+        arithmetic = arithmetic.replace(sign, f" {command} ")
+    return re.sub(r"\^(\d+)", r"^{\1}", arithmetic)
 
 
 def _is_worked_out(text: str, tree: Any) -> bool:

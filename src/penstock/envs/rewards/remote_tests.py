@@ -214,6 +214,13 @@ class Remote:
     def __next__(self) -> Any:
         return _ask(self, "next")
 
+    def __reversed__(self) -> Any:
+        for index in range(len(self) - 1, -1, -1):
+            try:
+                yield self[index]
+            except IndexError as error:  # Python's own `reversed` would end here
+                raise RuntimeError(f"the program has no item {index}: {error}") from None
+
     def __str__(self) -> str:
         return _typed(_ask(self, "str"), str)
 
@@ -379,6 +386,8 @@ def _judge(tests: str, client: Client) -> None:
         each()
     threading._shutdown()  # type: ignore[attr-defined]  # waits for all threads
     if not client.asked and not _reads_value(tests, taken):
+        if any(isinstance(value, type) and issubclass(value, BaseException) for value in taken.values()):
+            give_up()  # an exception in the place of a function
         raise Unusable("never ask the program for anything: call its functions")
 
 
