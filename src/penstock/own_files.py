@@ -204,3 +204,15 @@ def _open_up(directory: Path) -> None:
     """Give the owner of a directory full access to it."""
     with closing(_Descriptor(os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))) as found:
         Path(f"/proc/self/fd/{found.number}").chmod(0o700)
+
+
+def is_open_to_others(path: Path) -> bool:
+    """Return whether users besides us and root could reach a file or directory: neither it nor a directory above it is
+    closed to them. Raises OSError."""
+    real = path.resolve(strict=True)
+    closed = 0o077 if real.is_file() else 0o011
+    return all(
+        found.st_mode & (closed if each == real else 0o011) or found.st_uid not in (0, os.geteuid())
+        for each in (real, *real.parents)
+        if (found := each.stat())
+    )

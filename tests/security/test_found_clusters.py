@@ -54,6 +54,30 @@ def test_a_process_of_a_sandbox_is_no_node(folder: Path, monkeypatch: pytest.Mon
         process.stdin.close()
 
 
+def test_a_session_that_others_can_change_is_refused(folder: Path) -> None:
+    """Ray itself opens everything in its directory to everybody."""
+    (session := folder / "ray" / "session_1").mkdir(parents=True)
+    for each in (session, session.parent):
+        each.chmod(0o777)
+    with pytest.raises(NotConnected, match=r"is open to all users of this machine.*--temp-dir.*cluster.private=true"):
+        connection.check_session(session)
+    folder.chmod(0o700)
+    connection.check_session(session)
+
+
+def test_a_token_that_others_can_read_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (token := folder / "token").write_text("secret")
+    token.chmod(0o644)
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    connection._check_token_file()
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with pytest.raises(NotConnected, match=f"can read the token in {token}.*chmod 600"):
+        connection._check_token_file()
+    token.chmod(0o600)
+    connection._check_token_file()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 @pytest.mark.parametrize(
     ("user", "program", "found"), [(0, "raylet", ADDRESS), (54321, "raylet", None), (0, "tail", None)]

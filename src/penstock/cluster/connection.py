@@ -11,7 +11,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from penstock.config.imports import check_closed
 from penstock.deadline import deadline
+from penstock.own_files import is_open_to_others
 from penstock.supervisor.procfs import pid_namespace
 
 REACHED_S = 5.0
@@ -31,7 +32,8 @@ ANSWERED_S = 30.0
 """Limit for the server at the address to answer as a Ray cluster does."""
 ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 FLAG = "--gcs-address="
-"""Argument of a node's process."""
+SESSION_FLAG = "--session-dir="
+"""Arguments of a node's process."""
 UNSHARED = "/"
 """Working directory during `ray.init`. Ray puts it at the front of the import path of its processes on every node, and
 only root can write to this one, on any machine."""
@@ -53,7 +55,10 @@ def connected(address: str, *, private: bool) -> Iterator[str]:
     `private`, and `ConfigError` if other users can write to the working directory: Ray's processes import from it."""
     check_closed(Path.cwd())
     found = _resolve(address)
+    _check_token_file()
     _check(found, private=private)
+    if not private:
+        _check_sessions(found)
     try:
         with chdir(UNSHARED):
             ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
@@ -84,18 +89,61 @@ def _own_address() -> str:
     believes command lines and files of every user. Raises `NotConnected`."""
     if (named := os.environ.get("RAY_ADDRESS", "auto")) != "auto":
         return named
-    found, here = set(), pid_namespace()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            is_ours = process.uids().real == os.getuid() and pid_namespace(str(process.pid)) == here  # not of a sandbox
-            if is_ours and Path(process.exe()).name == "raylet":
-                found |= {word[len(FLAG) :] for word in process.cmdline() if word.startswith(FLAG)}
+    found = {address for words in _own_nodes() for address in _flags(words, FLAG)}
     if len(found) != 1:
         number = (
             f"{len(found)} Ray clusters of ours ({', '.join(sorted(found))})" if found else "no Ray cluster of ours"
         )
         raise NotConnected(f"cluster.address: auto finds {number} on this machine: give host:port, or {REMEDY}")
     return found.pop()
+
+
+def _own_nodes() -> Iterator[list[str]]:
+    """Yield the command line of each of our nodes on this machine."""
+    here = pid_namespace()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            is_ours = process.uids().real == os.getuid() and pid_namespace(str(process.pid)) == here  # not of a sandbox
+            if is_ours and Path(process.exe()).name == "raylet":
+                yield process.cmdline()
+
+
+def _flags(words: Sequence[str], flag: str) -> list[str]:
+    return [word[len(flag) :] for word in words if word.startswith(flag)]
+
+
+def _check_token_file() -> None:
+    """Check that no other user can read the token. Raises `NotConnected`."""
+    if os.environ.get("RAY_AUTH_MODE") != "token" or "RAY_AUTH_TOKEN" in os.environ:
+        return
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    with suppress(OSError):
+        if is_open_to_others(file):
+            raise NotConnected(
+                f"cluster.address: other users of this machine can read the token in {file}, and with it run programs "
+                f"as you: make a new one, and `chmod 600 {file}`, on all machines"
+            )
+
+
+def _check_sessions(address: str) -> None:
+    """Check that no other user can exchange the files of our nodes of this cluster. Ray lets everybody write to the
+    sockets and packages of its session. Raises `NotConnected`."""
+    nodes = list(_own_nodes())
+    for words in [each for each in nodes if address in _flags(each, FLAG)] or nodes:
+        for session in map(Path, _flags(words, SESSION_FLAG)):
+            check_session(session)
+
+
+def check_session(session: Path) -> None:
+    """Check that no other user can reach a session directory of Ray. Raises `NotConnected`."""
+    with suppress(OSError):
+        if is_open_to_others(session):
+            raise NotConnected(
+                f"cluster.address: Ray's directory {session} is open to all users of this machine, who can exchange "
+                "the code and the sockets in it, and so run programs as you: start Ray on every machine with "
+                "`--temp-dir` in a directory of your own (`mkdir -m 700 ~/ray`), or set cluster.private=true if only "
+                "people whom you trust use these machines"
+            )
 
 
 def _check(address: str, *, private: bool) -> None:

@@ -22,6 +22,7 @@ UNKNOWN = "unknown"
 """Label of weights that no policy_version describes: another run's, or those of a half-finished update."""
 
 MIN_LOGPROB, MAX_LOGPROB = -1e4, 1e-3
+MAX_TOKEN = 2**31
 """Log-probabilities are at most zero, up to rounding, and those of sampled tokens are not tiny."""
 BYTES_OF_ANSWER, BYTES_PER_TOKEN = 1 << 20, 256
 """Bounds of an answer's size."""
@@ -151,10 +152,16 @@ class ServerClient(ABC):
         if len(token_ids) > grant.max_tokens:
             message = f"returned {len(token_ids)} tokens, more than the {grant.max_tokens} that it was asked for"
             raise RolloutError(self.url, message, 200)
+        if not all(0 <= token < MAX_TOKEN for token in token_ids):
+            raise RolloutError(self.url, "returned numbers that are no tokens", 200)
         if not all(MIN_LOGPROB <= logprob <= MAX_LOGPROB for logprob in logprobs):
             message = f"returned numbers above zero, below {MIN_LOGPROB:g}, or none, as log-probabilities"
             raise RolloutError(self.url, message, 200)
-        spans = [VersionSpan(self._version(span.version), span.start, span.end) for span in labelled]
+        spans = [
+            VersionSpan(self._version(span.version), span.start, span.end)
+            for span in labelled
+            if span.end > span.start  # others have no tokens
+        ]
         if len(logprobs) != len(token_ids):
             message = "returned tokens without log-probabilities: use an engine that honours return_logprob"
             raise RolloutError(self.url, message, 200)
@@ -162,7 +169,8 @@ class ServerClient(ABC):
         if [*(span.start for span in spans), len(token_ids)] != bounds or sorted(bounds) != bounds:
             raise RolloutError(
                 self.url,
-                f"returned {len(token_ids)} tokens with the version spans {spans}, which do not cover them; the "
+                f"returned {len(token_ids)} tokens with {len(spans)} version spans, beginning with {spans[:4]}, which "
+                "do not cover them; the "
                 "correction for stale data needs the policy_version of every token: try a newer release of the engine",
                 200,
             )
