@@ -117,12 +117,11 @@ def _check_token_file() -> None:
     if os.environ.get("RAY_AUTH_MODE") != "token" or "RAY_AUTH_TOKEN" in os.environ:
         return
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    with suppress(OSError):
-        if is_open_to_others(file):
-            raise NotConnected(
-                f"cluster.address: other users of this machine can read the token in {file}, and with it run programs "
-                f"as you: make a new one, and `chmod 600 {file}`, on all machines"
-            )
+    if _is_open(file):
+        raise NotConnected(
+            f"cluster.address: other users of this machine can read the token in {file}, and with it run programs as "
+            f"you: make a new one, and `chmod 600 {file}`, on all machines"
+        )
 
 
 def _check_sessions(address: str) -> None:
@@ -136,14 +135,20 @@ def _check_sessions(address: str) -> None:
 
 def check_session(session: Path) -> None:
     """Check that no other user can reach a session directory of Ray. Raises `NotConnected`."""
-    with suppress(OSError):
-        if is_open_to_others(session):
-            raise NotConnected(
-                f"cluster.address: Ray's directory {session} is open to all users of this machine, who can exchange "
-                "the code and the sockets in it, and so run programs as you: start Ray on every machine with "
-                "`--temp-dir` in a directory of your own (`mkdir -m 700 ~/ray`), or set cluster.private=true if only "
-                "people whom you trust use these machines"
-            )
+    if _is_open(session):
+        raise NotConnected(
+            f"cluster.address: Ray's directory {session} is open to all users of this machine, who can exchange the "
+            "code and the sockets in it, and so run programs as you: start Ray on every machine with `--temp-dir` in a "
+            "directory of your own (`mkdir -m 700 ~/ray`), or set cluster.private=true if only people whom you trust "
+            "use these machines"
+        )
+
+
+def _is_open(path: Path) -> bool:
+    try:
+        return is_open_to_others(path)
+    except OSError:  # it is not there, or not on this machine
+        return False
 
 
 def _check(address: str, *, private: bool) -> None:
