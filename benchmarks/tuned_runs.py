@@ -22,15 +22,33 @@ from penstock.simulator.calibration import calibrate
 from penstock.simulator.search import Search
 from penstock.simulator.trace import open_workload
 
-CASES = {
-    "long-tailed answers, this machine": [],
-    "few tokens per step, this machine": ["env.max_new_tokens=24", "trainer.groups_per_step=8"],
-    "slow tools, this machine": ["env.name=long_answers:Research", "env.max_turns=4", "env.max_new_tokens=48"],
-}
-"""Settings of each workload, beyond those of the task with long-tailed answers."""
-TUNED_STEPS, FIXED_STEPS, MEASURED_STEPS = 900, 300, 200
-"""A search may take 2 % of the processor time, and so the first whole one ends after several minutes."""
 FINALISTS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload. Steps of the tuned run, and of the others, and the last ones, over which speed is measured. A search
+    may take 2 % of the processor time, and so the first whole one ends after several minutes."""
+
+    settings: tuple[str, ...] = ()
+    """Beyond those of the task with long-tailed answers."""
+    tuned_steps: int = 900
+    fixed_steps: int = 300
+    measured_steps: int = 200
+
+
+CASES = {
+    "long-tailed answers, this machine": Case(),
+    "few tokens per step, this machine": Case(
+        ("env.max_new_tokens=24", "trainer.groups_per_step=8"), tuned_steps=3000, fixed_steps=800, measured_steps=600
+    ),
+    "slow tools, this machine": Case(
+        ("env.name=long_answers:Research", "env.max_turns=4", "env.max_new_tokens=48"),
+        tuned_steps=600,
+        fixed_steps=200,
+        measured_steps=130,
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +65,21 @@ class Outcome:
 def measured(lab: Lab, name: str) -> Outcome:
     """Make the runs of one workload, and compare them."""
     draining = [f"data.eval_tasks={32 if lab.quick else 256}", "env.eval_temperature=1.0"]
-    label, settings, seeds = name.partition(",")[0].replace(" ", "_"), CASES[name], lab.seeds[:1]
-    (default,) = lab.long(label, [*settings, *draining], steps=FIXED_STEPS, seeds=seeds)
-    (tuned,) = lab.long(f"{label}_tuned", [*settings, "scheduler.tuning=auto"], steps=TUNED_STEPS, seeds=seeds)
+    label, case, seeds = name.partition(",")[0].replace(" ", "_"), CASES[name], lab.seeds[:1]
+    settings, measured_steps = case.settings, case.measured_steps
+    (default,) = lab.long(label, [*settings, *draining], steps=case.fixed_steps, seeds=seeds)
+    (tuned,) = lab.long(f"{label}_tuned", [*settings, "scheduler.tuning=auto"], steps=case.tuned_steps, seeds=seeds)
     usual = mean_length(default)
-    speeds = [speed(default, usual)]
+    speeds = [speed(default, usual, measured_steps)]
     for number, changes in enumerate(filter(None, [*fixed_settings(default), ended_with(tuned)])):
         words = [f"{setting}={'null' if value is None else value}" for setting, value in changes.items()]
         fixed = [*settings, *words]
-        runs = lab.long(f"{label}_fixed_{number}", fixed, steps=FIXED_STEPS, seeds=seeds, spare=True)
-        speeds += [speed(run, usual) for run in runs]
+        runs = lab.long(f"{label}_fixed_{number}", fixed, steps=case.fixed_steps, seeds=seeds, spare=True)
+        speeds += [speed(run, usual, measured_steps) for run in runs]
     last = lines(tuned / "metrics.jsonl")[-1]
     share = last["searches_cpu_s"] / (last["searches_cpu_s"] + last["cpu_s"])
-    return Outcome(default=speeds[0], tuned=speed(tuned, usual), best_fixed=max(speeds), cpu_share=share)
+    tuned_speed = speed(tuned, usual, measured_steps)
+    return Outcome(default=speeds[0], tuned=tuned_speed, best_fixed=max(speeds), cpu_share=share)
 
 
 def fixed_settings(run_dir: Path) -> list[Mapping[str, Any]]:
@@ -82,9 +102,9 @@ def ended_with(run_dir: Path) -> Mapping[str, Any]:
     return {setting: pair[1] for each in changes for setting, pair in each.items()}
 
 
-def speed(run_dir: Path, usual_length: float) -> float:
+def speed(run_dir: Path, usual_length: float, num_steps: int) -> float:
     """Return trained samples per second over the last steps. `usual_length`: mean tokens of all episodes played."""
-    first, *_, last = lines(run_dir / "metrics.jsonl")[-MEASURED_STEPS:]
+    first, *_, last = lines(run_dir / "metrics.jsonl")[-num_steps:]
     seconds, samples = last["time"] - first["time"], last["ledger"]["trained"] - first["ledger"]["trained"]
     tokens = sum(last[name] - first[name] for name in ("tokens_trained_total", "tokens_masked_total"))
     return float(samples / seconds * min(tokens / samples / usual_length, 1.0))
