@@ -27,6 +27,7 @@ from objective_lab import Lab, Outcome, Size, Stage, options, streams, with_obje
 from report import Benchmark, Figures, publish
 
 from penstock.config import load_config
+from penstock.envs.dialogue import text_of
 from penstock.samples import Sample, Segment
 from penstock.types import Task
 
@@ -106,7 +107,7 @@ class Batch:
             bounds = [-(-length * part // parts) for part in range(1, parts)]
             for member in range(stage.config.env.group_size):
                 environment = stage.make(task)
-                prompt_ids = stage.prompt(environment.reset(0)[0])
+                prompt_ids = stage.prompt(text_of(environment.reset(0)[0]))
                 answers[group, member] = Answer(prompt_ids, environment, bounds)
         return cls(answers)
 

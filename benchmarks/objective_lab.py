@@ -23,6 +23,7 @@ from report import runs_dir
 from penstock.config import Config
 from penstock.data.sources import TaskStream, held_out_tasks, open_tasks
 from penstock.envs.demonstrations import demonstrations
+from penstock.envs.dialogue import text_of
 from penstock.envs.registry import environment_maker
 from penstock.model.chat import ChatTokenizer
 from penstock.model.load_policy import load_policy
@@ -116,7 +117,7 @@ class Stage:
     def play(self, tasks: Sequence[Task], *, group_size: int, salt: str) -> list[Sample]:
         """Every task `group_size` times, each answer by the same weights."""
         environments = {str(number): self.make(task) for number, task in enumerate(tasks)}
-        prompts = {rid: self.prompt(environment.reset(0)[0]) for rid, environment in environments.items()}
+        prompts = {rid: self.prompt(text_of(environment.reset(0)[0])) for rid, environment in environments.items()}
         for rid, prompt_ids in prompts.items():
             self.generate(rid, prompt_ids, [self.config.env.max_new_tokens] * group_size, salt=salt)
         samples = [

@@ -16,7 +16,8 @@ from scripted_policy import ScriptedPolicy
 
 from penstock.config import Config, ConfigError, EnvConfig
 from penstock.envs.adapter import LARGEST_SEED, GemAdapter
-from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment, EpisodeFailure
+from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment
+from penstock.envs.dialogue import EpisodeFailure
 from penstock.envs.exception_location import LoggedOnce
 from penstock.envs.isolated import making
 from penstock.envs.manager import EnvManager

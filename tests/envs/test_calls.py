@@ -14,7 +14,8 @@ import pytest
 
 import penstock
 from penstock.config import ConfigError
-from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment, EpisodeFailure, Outcome, in_thread
+from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment, Outcome, in_thread
+from penstock.envs.dialogue import EpisodeFailure
 from penstock.envs.exception_location import LoggedOnce
 
 
@@ -73,7 +74,7 @@ async def test_a_bad_step_is_blamed(step: Any, reason: str) -> None:
     ("reset", "reason"),
     [
         ("hello", "returned 'hello', not (observation, info)"),
-        ((None, None), "the observation is a NoneType, not a string"),
+        ((None, None), "the observation is a NoneType, not a string or a list of messages"),
     ],
 )
 async def test_a_bad_reset_is_blamed(reset: Any, reason: str) -> None:

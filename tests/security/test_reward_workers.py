@@ -16,7 +16,8 @@ import pytest
 from penstock.cli.preflight import check_sandbox
 from penstock.cli.refusal import Refused
 from penstock.config import Config, ConfigError
-from penstock.envs.calls import EpisodeFailure, check_reward
+from penstock.envs.calls import check_reward
+from penstock.envs.dialogue import EpisodeFailure
 from penstock.envs.registry import needs_sandbox
 from penstock.envs.rewards.reward import RewardResult
 from penstock.envs.rewards.reward_box import check_reward_box

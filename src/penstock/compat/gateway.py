@@ -25,7 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 from penstock.compat.openai import OpenAI, refuse
 from penstock.deadline import Stalled
 from penstock.envs.agents import Asked, Conversation, Over
-from penstock.envs.calls import EpisodeFailure
+from penstock.envs.dialogue import EpisodeFailure
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
 from penstock.rollout.app import ApiKeys, App, bearer

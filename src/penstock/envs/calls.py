@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from penstock.config import ConfigError
 from penstock.deadline import deadline, permit
+from penstock.envs.dialogue import EpisodeFailure, Style, checked
 from penstock.envs.exception_location import OnError, described
 from penstock.envs.rewards.reward import check_number
 from penstock.envs.worker_calls import awaited
-from penstock.ports.environment import Endpoint
-from penstock.sendable import encodable
+from penstock.ports.environment import Endpoint, Observation
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +33,10 @@ SHOWN_CHARACTERS = 120
 """Characters of an invalid return value shown in its error message."""
 
 
-class EpisodeFailure(RuntimeError):
-    """An episode cannot continue. The message becomes the `error` of its trajectory."""
-
-
 class Outcome(NamedTuple):
     """Result of one `step`."""
 
-    observation: str
+    observation: Observation
     reward: float | None
     """None: the environment leaves it to `env.reward`."""
     terminated: bool
@@ -92,6 +88,8 @@ class EpisodeEnvironment:
         with self._blamed("__init__"):
             self._env = make()
         self._name = getattr(self._env, "class_name", type(self._env).__name__)
+        with self._blamed("__init__"):
+            self.style = Style.of(self._env)
 
     @property
     def is_agent(self) -> bool:
@@ -117,7 +115,7 @@ class EpisodeEnvironment:
         if self.is_isolated:
             await self._env.enter()
 
-    async def reset(self, seed: int) -> tuple[str, Mapping[str, Any]]:
+    async def reset(self, seed: int) -> tuple[Observation, Mapping[str, Any]]:
         """Return the first observation and its `info`."""
         with self._blamed("reset"):
             observation, info = _unpack(await call_async(self._env, "reset", seed), "observation, info")
@@ -198,9 +196,7 @@ def _unpack(result: object, form: str) -> Sequence[Any]:
     `info` that is not a mapping becomes an empty one. Raises `EpisodeFailure` for another form."""
     if not isinstance(result, tuple | list) or len(result) != len(form.split(", ")):
         raise EpisodeFailure(f"returned {repr(result)[:SHOWN_CHARACTERS]}, not ({form})")
-    if not isinstance(result[0], str):
-        raise EpisodeFailure(f"the observation is a {type(result[0]).__name__}, not a string")
-    return [encodable(result[0]), *result[1:-1], result[-1] if isinstance(result[-1], Mapping) else {}]
+    return [checked(result[0]), *result[1:-1], result[-1] if isinstance(result[-1], Mapping) else {}]
 
 
 def _outcome(result: object) -> Outcome:

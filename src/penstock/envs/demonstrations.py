@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock.config import ConfigError
+from penstock.envs.dialogue import Style, checked, messages_of, text_of
 from penstock.envs.exception_location import described
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Environment
@@ -94,9 +95,11 @@ def _episode(
         if max_context is not None and (num_tokens > max_context or len(text) > max_context * chat.longest_token):
             raise _TooLong
 
+    style = Style.of(env)
     observation, _ = env.reset(seed)
-    check(observation, 0)
-    token_ids = chat.prompt([{"role": "user", "content": observation}])
+    opening = style.opening(checked(observation))
+    check(text_of(opening), 0)
+    token_ids = chat.prompt(opening, **style.settings)
     mask = [0] * len(token_ids)
     for turn in range(1, turns + 1):
         action = env.demonstrate()
@@ -104,12 +107,14 @@ def _episode(
             raise ConfigError(f"model.warm_start: {type(env).__name__}.demonstrate returned {action!r}, not a string")
         action = mistakes.replaced(action)
         action_ids = [*chat.encode_answer(action), chat.eos_ids[0]]
+        said = style.action(chat, action, token_ids)
         token_ids, mask = token_ids + action_ids, mask + [1] * len(action_ids)
         check("", len(token_ids))
-        observation, _, terminated, truncated, _ = env.step(action)
+        observation, _, terminated, truncated, _ = env.step(said)
         if terminated or truncated or turn == turns:
             break
-        check(observation, len(token_ids))
-        observed = chat.continuation([{"role": "user", "content": observation}], ended=True)
+        messages = messages_of(checked(observation))
+        check(text_of(messages), len(token_ids))
+        observed = chat.continuation(messages, ended=True, **style.settings)
         token_ids, mask = token_ids + observed, mask + [0] * len(observed)
     return token_ids, mask

@@ -19,6 +19,7 @@ import msgspec
 from penstock.config import ConfigError, EnvironmentConfig
 from penstock.deadline import deadline
 from penstock.envs.calls import EpisodeEnvironment
+from penstock.envs.dialogue import Message
 from penstock.envs.rewards.scorer import Scorer
 from penstock.envs.worker_calls import MAX_INFO_MEMORY, memory_of, plain
 from penstock.samples import Segment, Trajectory, Turn
@@ -61,6 +62,8 @@ class Episode:
     """Seconds spent on a reward outside the environment."""
     environment: EpisodeEnvironment | None = None
     """The episode's environment, once it is created."""
+    opening: list[Message] = field(default_factory=list)
+    """Messages before the first answer, once the environment has given its first observation."""
     said: list[str] = field(default_factory=list)
     """Observations and answers so far, alternating, as text."""
     num_drifts: int = 0

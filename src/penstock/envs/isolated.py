@@ -14,10 +14,11 @@ import msgspec
 from penstock.config import Config, EnvironmentConfig
 from penstock.config.imports import FILE_MODULE
 from penstock.config.secret_settings import resolved
+from penstock.envs.dialogue import Style
 from penstock.envs.registry import environment_maker, maker_by_tag, resolve
 from penstock.envs.worker_calls import awaited, plain
 from penstock.envs.worker_pool import WorkerPool, WorkerProcess
-from penstock.ports.environment import Environment
+from penstock.ports.environment import Action, Environment, ToolCall
 from penstock.sendable import encodable
 from penstock.types import Task
 
@@ -41,7 +42,11 @@ class IsolatedWorker:
         self._environment = make(msgspec.convert(task, Task))
         return self._portable(await awaited(self._environment.reset(seed)))
 
-    async def step(self, action: str) -> Any:
+    async def step(self, action: str, said: dict[str, Any] | None) -> Any:
+        """Return the result of the environment's `step`. `said`: what an `Action` says, if the action is one."""
+        if said is not None:
+            calls = [ToolCall(*call) for call in said["calls"]]
+            action = Action(action, **{**said, "calls": calls})
         return self._portable(await awaited(self._environment.step(action)))
 
     async def demonstrate(self) -> Any:
@@ -59,7 +64,7 @@ class IsolatedWorker:
             return result
         said, info = result[0], result[-1]
         wanted = list(info) if self._wanted is None else self._wanted
-        shown = encodable(said) if isinstance(said, str) else said
+        shown = encodable(said) if isinstance(said, str) else plain(said)
         return (shown, *result[1:-1], {str(name): plain(info[name]) for name in wanted if name in info})
 
 
@@ -68,8 +73,10 @@ class IsolatedEnvironment:
 
     has_own_process = True
 
-    def __init__(self, task: Task, *, class_name: str, options: dict[str, Any], workers: WorkerPool) -> None:
-        self.class_name = class_name
+    def __init__(
+        self, task: Task, *, class_name: str, style: Style, options: dict[str, Any], workers: WorkerPool
+    ) -> None:
+        self.class_name, self.system, self.tools = class_name, style.system, style.tools
         self._task, self._options, self._workers = task, options, workers
         self._worker: WorkerProcess | None = None
 
@@ -81,7 +88,8 @@ class IsolatedEnvironment:
         return await self._entered.call("reset", msgspec.to_builtins(self._task), self._options, seed)
 
     async def step(self, action: str) -> Any:
-        return await self._entered.call("step", action)
+        said = vars(action) if isinstance(action, Action) else None
+        return await self._entered.call("step", str(action), said)
 
     async def demonstrate(self) -> Any:
         return await self._entered.call("demonstrate")
@@ -120,7 +128,8 @@ async def making(
             limit, name = getattr(kind, "max_concurrent", NUM_PROCESSES), importable_name(kind)
             pools[kind] = WorkerPool(limit, WORKER, name, wanted)
         options = resolved(settings.options, "env.options")
-        return partial(IsolatedEnvironment, class_name=kind.__name__, options=options, workers=pools[kind])
+        style = Style.of(kind)
+        return partial(IsolatedEnvironment, class_name=kind.__name__, style=style, options=options, workers=pools[kind])
 
     try:
         yield maker_by_tag(config, kinds, maker)

@@ -21,9 +21,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+import msgspec
+
 from penstock.config import Config
 from penstock.envs.agents import Conversation, Gateway, PausableTimeout
-from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment, EpisodeFailure, Outcome
+from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment, Outcome
+from penstock.envs.dialogue import EpisodeFailure, Message, messages_of, text_of
 from penstock.envs.episode import Episode, answering, contained_together, spending
 from penstock.envs.exception_location import LoggedOnce, OnError
 from penstock.envs.rewards.scorer import RewardFailure, Scorers
@@ -41,7 +44,7 @@ MakeEnvironment = Callable[[Task], Environment]
 Ended = Callable[[Trajectory, str], None]
 """Called with an episode's trajectory and its decoded last action."""
 
-Convert = Callable[[list[dict[str, str]]], list[int]]
+Convert = Callable[..., list[int]]
 """Returns the token ids of messages."""
 
 logger = logging.getLogger(__name__)
@@ -222,24 +225,24 @@ class EnvManager:
         async with asyncio.TaskGroup() as resetting:
             for episode in episodes:
                 resetting.create_task(self._reset_contained(episode))
-        alike: dict[str, list[Episode]] = {}
+        alike: dict[bytes, list[Episode]] = {}
         for episode in episodes:
             if not episode.ended:
-                alike.setdefault(episode.said[0], []).append(episode)
+                alike.setdefault(msgspec.json.encode(episode.opening), []).append(episode)
         async with asyncio.TaskGroup() as playing:
-            for observation, members in alike.items():
-                playing.create_task(self._play_alike(observation, members))
+            for members in alike.values():
+                playing.create_task(self._play_alike(members))
 
     async def _reset_contained(self, episode: Episode) -> None:
         assert episode.environment is not None
         with episode.contained():
             await self._reset(episode, episode.environment)
 
-    async def _play_alike(self, observation: str, episodes: list[Episode]) -> None:
+    async def _play_alike(self, episodes: list[Episode]) -> None:
         """Play episodes with the same first observation: one shared first request, then each episode by itself."""
         segments: list[Segment] = []
         with contained_together(episodes):
-            prompt_ids = await self._prompt(observation, episodes[0])
+            prompt_ids = await self._prompt(episodes[0])
             for episode in episodes:
                 episode.open_turn(prompt_ids)
             with answering(episodes):
@@ -264,7 +267,7 @@ class EnvManager:
         turn, to continue from."""
         async with self._to_its_end(episode, environment):
             await self._reset(episode, environment)
-            prompt_ids = await self._prompt(episode.said[0], episode)
+            prompt_ids = await self._prompt(episode)
             if saved is None:
                 episode.open_turn(prompt_ids)
             elif prompt_ids == saved.turns[0].observation_ids:
@@ -277,15 +280,14 @@ class EnvManager:
         await env.enter()
         async with env.slot(), spending([episode], resource="its first observation", holder=env.holder("reset")):
             observation, info = await env.reset(episode.lease.env_seed)
-        episode.said = [observation]
+        episode.said, episode.opening = [text_of(observation)], env.style.opening(observation)
         episode.hear(info)
 
-    async def _prompt(self, observation: str, episode: Episode) -> list[int]:
-        if len(observation) > self._max_characters:  # tokenising it would hold up all other episodes
-            raise EpisodeFailure(
-                f"prompt_too_long: {len(observation)} characters exceed model.max_context {self._max_context}"
-            )
-        prompt_ids = await self._tokens(self._chat.prompt, observation, episode)
+    async def _prompt(self, episode: Episode) -> list[int]:
+        size = _num_characters(episode.opening)
+        if size > self._max_characters:  # tokenising it would hold up all other episodes
+            raise EpisodeFailure(f"prompt_too_long: {size} characters exceed model.max_context {self._max_context}")
+        prompt_ids = await self._tokens(self._chat.prompt, episode.opening, episode)
         if len(prompt_ids) + episode.turn_budget > self._max_context:
             raise EpisodeFailure(
                 f"prompt_too_long: {len(prompt_ids)} prompt tokens + {episode.turn_budget} new ones "
@@ -293,10 +295,12 @@ class EnvManager:
             )
         return prompt_ids
 
-    async def _tokens(self, convert: Convert, text: str, episode: Episode) -> list[int]:
+    async def _tokens(self, convert: Convert, messages: Sequence[Message], episode: Episode) -> list[int]:
         """Return what `convert` makes of an observation. A long one must not hold up the other episodes."""
-        render = partial(convert, [{"role": "user", "content": text}])
-        return render() if len(text) <= INLINE_CHARACTERS else await in_text_thread(render, waiter=episode.name)
+        assert episode.environment is not None
+        render = partial(convert, messages, **episode.environment.style.settings)
+        is_short = _num_characters(messages) <= INLINE_CHARACTERS
+        return render() if is_short else await in_text_thread(render, waiter=episode.name)
 
     async def _play(self, episode: Episode, environment: EpisodeEnvironment, segment: Segment) -> None:
         """Run the loop from the first segment of the first answer: decide, step, observe."""
@@ -318,7 +322,8 @@ class EnvManager:
 
     async def _step(self, episode: Episode, env: EpisodeEnvironment) -> Outcome:
         async with env.slot(), spending([episode], resource="its next observation", holder=env.holder("step")):
-            outcome = await env.step(episode.text)
+            prompt_ids = episode.context[: len(episode.context) - episode.turn_tokens]
+            outcome = await env.step(env.style.action(self._chat, episode.text, prompt_ids))
         episode.hear(outcome.info)
         return outcome
 
@@ -340,15 +345,16 @@ class EnvManager:
             return ("terminated" if outcome.terminated else "truncated") if finished else "max_length"
         if len(episode.turns) >= episode.settings.max_turns:
             return "max_turns"
-        observation = episode.news(outcome.observation)
-        if len(observation) > self._max_characters:
+        observed = outcome.observation
+        messages = messages_of(episode.news(observed) if isinstance(observed, str) else observed)
+        if _num_characters(messages) > self._max_characters:
             return "max_length"
         continuation = partial(self._chat.continuation, ended=finished)
-        observation_ids = await self._tokens(continuation, observation, episode)
+        observation_ids = await self._tokens(continuation, messages, episode)
         budget = episode.turn_budget
         if budget <= 0 or len(episode.context) + len(observation_ids) + budget > self._max_context:
             return "max_length"
-        episode.said.append(observation)
+        episode.said.append(text_of(messages))
         episode.open_turn(observation_ids)
         return None
 
@@ -381,3 +387,9 @@ class EnvManager:
             async with spending([episode], **ANSWER):
                 (segment,) = await self._policy.generate(episode.context, grants, episode.sampling, seeds)
         return segment
+
+
+def _num_characters(messages: Sequence[Message]) -> int:
+    """Return the number of characters of messages, without their roles."""
+    values = (value for each in messages for name, value in each.items() if name != "role")
+    return sum(len(value if isinstance(value, str) else repr(value)) for value in values)

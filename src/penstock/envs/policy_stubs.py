@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from penstock.config import ConfigError
 from penstock.config.imports import import_package
 from penstock.deadline import deadline
-from penstock.envs.calls import EpisodeFailure
+from penstock.envs.dialogue import EpisodeFailure
 from penstock.envs.exception_location import described
 from penstock.envs.worker_calls import awaited
 from penstock.model.chat import ChatTokenizer

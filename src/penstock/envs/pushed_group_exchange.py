@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from penstock.deadline import warn_if_stalled
-from penstock.envs.calls import EpisodeFailure
+from penstock.envs.dialogue import EpisodeFailure
 from penstock.envs.manager import Ended
 from penstock.ports.work import Work
 from penstock.samples import Trajectory, Turn

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from penstock.samples import Segment
 from penstock.types import Sampling, SegmentGrant, Task
@@ -21,13 +21,52 @@ class TaskError(ValueError):
     """The environment cannot play this task. Only the episodes of this task fail."""
 
 
-class Environment(Protocol):
-    """An environment for one episode, with the interface of Gymnasium and GEM. Methods may also be `async`."""
+Observation = str | Sequence[Mapping[str, Any]]
+"""A text, which comes from the user, or messages with `role` and `content`."""
 
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+
+class ToolCall(NamedTuple):
+    """A tool that the policy calls."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class Action(str):
+    """An answer of the policy in an environment that declares tools: a text that also knows what it says."""
+
+    content: str
+    """Without reasoning and calls."""
+    reasoning: str
+    calls: tuple[ToolCall, ...]
+    fault: str | None
+    """Why a part of the content that begins like a call is none; None if there is no such part."""
+
+    def __new__(
+        cls,
+        text: str,
+        *,
+        content: str = "",
+        reasoning: str = "",
+        calls: Sequence[ToolCall] = (),
+        fault: str | None = None,
+    ) -> Self:
+        self = super().__new__(cls, text)
+        self.content, self.reasoning, self.calls, self.fault = content, reasoning, tuple(calls), fault
+        return self
+
+
+class Environment(Protocol):
+    """An environment for one episode, with the interface of Gymnasium and GEM. Methods may also be `async`.
+
+    It may declare `system`, a text that stands before the first observation, and `tools`, as the OpenAI API has them,
+    which the chat template shows. With tools its actions are `Action`s.
+    """
+
+    def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
         """Start over. Returns (observation, info)."""
 
-    def step(self, action: str) -> tuple[str, float | None, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[Observation, float | None, bool, bool, dict[str, Any]]:
         """Take an action. Returns (observation, reward, terminated, truncated, info).
 
         If the reward is None, `env.reward` computes it.

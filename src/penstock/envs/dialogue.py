@@ -1,0 +1,98 @@
+"""What an environment with `reset` and `step` says, as messages of a chat, and what the policy answers there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.model.chat import ChatTokenizer
+from penstock.ports.environment import Action, Observation, ToolCall
+from penstock.sendable import encodable
+
+Message = Mapping[str, Any]
+
+
+class EpisodeFailure(RuntimeError):
+    """An episode cannot continue. The message becomes the `error` of its trajectory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What an environment declares besides its observations."""
+
+    system: str | None = None
+    """Message of the role `system` before the first observation."""
+    tools: Sequence[Message] = ()
+    """Tools as the OpenAI API has them. With any, actions are `Action`s."""
+
+    @classmethod
+    def of(cls, env: object) -> Style:
+        """Return what an environment declares in `system` and `tools`. Raises `EpisodeFailure` for other forms."""
+        system, tools = getattr(env, "system", None), getattr(env, "tools", None) or ()
+        if system is not None and not isinstance(system, str):
+            raise EpisodeFailure(f"system is a {type(system).__name__}, not a text")
+        if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
+            raise EpisodeFailure(f"tools is a {type(tools).__name__}, not a list of tools")
+        for number, tool in enumerate(tools):
+            _check_tool(f"tools[{number}]", tool)
+        return cls(system, tuple(tools))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings for the chat template."""
+        return {"tools": list(self.tools)} if self.tools else {}
+
+    def opening(self, observation: Observation) -> list[Message]:
+        """Return the messages before the first answer."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *messages_of(observation)]
+
+    def action(self, chat: ChatTokenizer, text: str, prompt_ids: Sequence[int]) -> str:
+        """Return an answer as the environment gets it: a text, and with tools an `Action`."""
+        if not self.tools:
+            return text
+        is_thinking = chat.answers.is_thinking(prompt_ids, chat.decode)
+        said = chat.answers.read(text, self.tools, is_thinking=is_thinking)
+        calls = tuple(ToolCall(each.name, msgspec.json.decode(each.arguments)) for each in said.calls)
+        return Action(text, content=said.content, reasoning=said.reasoning, calls=calls, fault=said.fault)
+
+
+def messages_of(observation: Observation) -> list[Message]:
+    """Return an observation as messages. A text comes from the user."""
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+
+
+def checked(observation: object) -> Observation:
+    """Return an observation that can be sent and tokenised. Raises `EpisodeFailure` for another form."""
+    if isinstance(observation, str):
+        return encodable(observation)
+    if not isinstance(observation, list | tuple) or not observation:
+        raise EpisodeFailure(f"the observation is a {type(observation).__name__}, not a string or a list of messages")
+    for number, message in enumerate(observation):
+        if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
+            raise EpisodeFailure(f"message {number} of the observation is no object with a role and a content")
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                raise EpisodeFailure(f"message {number} of the observation has no text as its {name}")
+    return [
+        {key: encodable(value) if isinstance(value, str) else value for key, value in m.items()} for m in observation
+    ]
+
+
+def text_of(observation: Observation) -> str:
+    """Return the text that an observation shows."""
+    return observation if isinstance(observation, str) else "\n".join(str(each["content"]) for each in observation)
+
+
+def _check_tool(where: str, tool: object) -> None:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise EpisodeFailure(
+            f'{where} has no function with a name: {{"type": "function", "function": {{"name": ...}}}}'
+        )
+    parameters = function.get("parameters", {})
+    if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
+        raise EpisodeFailure(f"{where}: parameters of {function['name']} are no JSON schema of an object")
