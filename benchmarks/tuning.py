@@ -5,15 +5,14 @@ which is given what no run knows: the true workload. The candidates of this sear
 length, and the fastest counts. `tuned_runs.py` makes the real runs on this machine.
 
 The tuned run knows the times of its simulated machines, as a run knows them that has fitted them to its own steps. It
-learns lengths, tools and rewards from the groups that it has completed. All rates are trained samples per second from a
-quarter of the steps on, where the first changes are made. On the drifting workload they are those of the whole run,
-because there a fixed setting is wrong for a part of the run.
+learns lengths, tools and rewards from the groups that it has completed. Simulated rates are trained samples per second
+from a quarter of the steps on, where the first changes are made. On the drifting workload they are those of the whole
+run, because there a fixed setting is wrong for a part of the run. Those of real runs are over the last steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -227,7 +226,8 @@ def real(lab: Lab, figures: Figures, *, only: Sequence[str]) -> dict[str, list[f
             ratios[figure].append(value)
         cells = {figure: [value] for figure, value in [*row.items(), ("tuning_cpu_share", found.cpu_share)]}
         figures.tables.setdefault(REAL_TABLE, {})[name] = cells
-    figures.add("tuning_cpu_share", [max(shares, default=math.nan)])
+    if shares:
+        figures.add("tuning_cpu_share", [max(shares)])
     return ratios
 
 

@@ -138,6 +138,40 @@ async def test_an_agent_that_swallows_a_refusal_is_noticed(
         assert trajectory.status == "failed" and reason in (trajectory.error or "")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_history_that_was_never_sampled_counts_as_refused(chat: ChatTokenizer, stream: bool) -> None:
+    async def agent(llm: Endpoint) -> float:
+        messages: list[Any] = [{"role": "user", "content": "a"}]
+        async with client_of(llm, max_retries=0) as client:
+            await client.chat.completions.create(model=llm.model, messages=messages)
+            messages += [{"role": "assistant", "content": "never"}, {"role": "user", "content": "b"}]
+            with pytest.raises(openai.APIError, match="does not begin with the recorded conversation"):
+                reply = await client.chat.completions.create(model=llm.model, messages=messages, stream=stream)
+                if stream:
+                    async for _ in reply:
+                        pass
+        return 1.0
+
+    tree = {"env": {"max_turns": 4, "max_new_tokens": 8, "refused_requests": "fail"}, "model": {"max_context": 96}}
+    trajectory = await play(chat, ScriptedPolicy(says(chat, "a")), agent, settings=Config.model_validate(tree))
+    assert trajectory.status == "failed" and "recorded conversation" in (trajectory.error or "")
+
+
+@pytest.mark.parametrize("size", [95, 200, 50_000])
+async def test_an_agent_that_fills_the_context_ends_its_episode(chat: ChatTokenizer, size: int) -> None:
+    async def agent(llm: Endpoint) -> float:
+        async with client_of(llm, max_retries=0) as client:
+            messages: list[Any] = [{"role": "user", "content": "a"}]
+            reply = await client.chat.completions.create(model=llm.model, messages=messages)
+            messages += [reply.choices[0].message, {"role": "user", "content": "b" * size}]
+            await client.chat.completions.create(model=llm.model, messages=messages)
+        return 1.0
+
+    tree = {"env": {"max_turns": 4, "max_new_tokens": 8, "refused_requests": "fail"}, "model": {"max_context": 96}}
+    trajectory = await play(chat, ScriptedPolicy(says(chat, "a")), agent, settings=Config.model_validate(tree))
+    assert (trajectory.status, trajectory.stop_reason, trajectory.error) == ("truncated", "max_length", None)
+
+
 def client_of(llm: Endpoint, **settings: Any) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, **settings)
 

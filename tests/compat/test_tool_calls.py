@@ -79,6 +79,32 @@ async def test_an_agent_calls_a_tool_and_answers(chat: ChatTokenizer) -> None:
     assert trajectory.turns[1].observation_ids == chat.continuation([result], ended=True, tools=[ADD])
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"index": 0},
+        {"id": "other"},
+        {"type": None},
+        {"function": {"name": "add", "arguments": '{ "b":3,\n"a" : 2 }', "parsed_arguments": {"a": 2}}},
+    ],
+)
+async def test_clients_send_calls_back_in_their_own_ways(chat: ChatTokenizer, changed: dict[str, Any]) -> None:
+    async def agent(llm: Endpoint) -> float:
+        messages: list[Any] = [{"role": "user", "content": "2 + 3"}]
+        async with client_of(llm) as client:
+            reply = await client.chat.completions.create(model=llm.model, messages=messages, tools=[ADD])  # type: ignore[list-item]
+            (call,) = reply.choices[0].message.to_dict()["tool_calls"]  # type: ignore[misc, attr-defined]
+            sent = {name: value for name, value in {**call, **changed}.items() if value is not None}
+            answer = {"role": "assistant", "content": None, "name": "me", "tool_calls": [sent], "parsed": {"a": 1}}
+            messages += [answer, {"role": "tool", "tool_call_id": "x", "content": "5"}]
+            await client.chat.completions.create(model=llm.model, messages=messages)
+        return 1.0
+
+    answers = says(chat, f"<think>sum</think>{CALL}", "5")
+    trajectory = await play(chat, ScriptedPolicy(answers), agent, **LONG)
+    assert trajectory.error is None and len(trajectory.turns) == 2
+
+
 async def test_an_agent_may_leave_out_the_reasoning_that_it_read(chat: ChatTokenizer) -> None:
     async def agent(llm: Endpoint) -> float:
         messages: list[Any] = [{"role": "user", "content": "a"}]

@@ -88,6 +88,11 @@ def test_several_calls_are_read(name: str, text: str) -> None:
         ("hermes", WRITTEN["hermes"] * (MOST_CALLS + 1), f"more than {MOST_CALLS} calls"),
         ("qwen3_coder", "<tool_call>add(3, 4)</tool_call>", "a call names no tool"),
         ("glm", "<tool_call></tool_call>", "a call names no tool"),
+        ("glm", "<tool_call>add\n3</tool_call>", "a call of add has text beside its arguments: '3'"),
+        ("glm", "<tool_call>I will add</tool_call>", "a call of I has text beside its arguments"),
+        ("glm", f"<tool_call>{JSON}</tool_call>", "a call names no tool"),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>3</tool_call>", "has text beside its arguments"),
+        ("hermes", f"<tool_call>[{', '.join([JSON] * 40)}]</tool_call>" * 2, f"more than {MOST_CALLS} calls"),
         ("mistral", "[TOOL_CALLS]add[ARGS]3, 4", "a call is not valid JSON"),
         ("deepseek", f"{BEGIN}add{{}}{END}", "a call has no"),
         ("llama3", '{"name": "add", "parameters": {"a": 3}', "a call is not valid JSON"),
@@ -96,6 +101,12 @@ def test_several_calls_are_read(name: str, text: str) -> None:
 def test_what_only_looks_like_a_call_stays_text(name: str, text: str, fault: str) -> None:
     found = of(name).read(text, TOOLS)
     assert found.content == text and found.calls == () and fault in (found.fault or "")
+
+
+def test_an_object_is_a_call_of_llama_only_with_parameters_or_the_name_of_a_tool() -> None:
+    plain = '{"name": "Ada", "age": 36}'
+    assert of("llama3").read(plain, TOOLS).content == plain
+    assert of("llama3").read('{"name": "add"}', TOOLS).calls == (Call("add", "{}"),)
 
 
 def test_without_tools_no_call_is_read() -> None:
@@ -191,6 +202,9 @@ def tool(schema: Any) -> dict[str, Any]:
     [
         ({"type": "string"}, "3", "3"),
         ({"type": ["string", "null"]}, "null", "null"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "3", "3"),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"type": "string"}, "a\n\nb\n", "a\n\nb\n"),
         ({"type": "integer"}, "3", 3),
         ({"type": "array"}, "[1, 2]", [1, 2]),
         ({"type": "boolean"}, "true", True),

@@ -86,6 +86,9 @@ def test_a_repeated_question_is_no_answer(question: str, right: str, repeated: s
         ("How much is a half in percent?", r"50\%", r"\boxed{0.5}"),
         ("How much is a half?", "0.5", r"\boxed{50\%}"),
         (r"For $0<x<\pi/2$, what is the bound?", r"\frac{\pi}{2}", r"$\pi/2$"),
+        ("A town has 1,000 people. How many?", "1000", r"\boxed{1,000}"),
+        (r"An angle is $60^\circ$. How large is it?", "60", r"$60^\circ$"),
+        ("Choose $a+b+c$ or $a-b$.", "c+b+a", "$a+b+c$"),
         (r"What is left to do?", r"\int_0^1 f(x) \, dx", r"$\int_0^1 f(x) \, dx$"),
     ],
 )

@@ -110,6 +110,7 @@ def path_of(directory: Path, name: str) -> Path:
 
 def as_last_drawn(line: bytes) -> str:
     """Return a line as the last carriage return left it."""
+    line = line.rstrip(b"\r")
     line = line[-LONGEST_LINE:] if b"\r" in line else line[:LONGEST_LINE]
     drawn = [part for part in line.split(b"\r") if part.strip()]
     return (drawn[-1] if drawn else b"").decode(errors="replace").rstrip()

@@ -127,8 +127,7 @@ def _check_token_file() -> None:
 def _check_sessions(address: str) -> None:
     """Check that no other user can exchange the files of our nodes of this cluster. Ray lets everybody write to the
     sockets and packages of its session. Raises `NotConnected`."""
-    nodes = list(_own_nodes())
-    for words in [each for each in nodes if address in _flags(each, FLAG)] or nodes:
+    for words in (each for each in _own_nodes() if address in _flags(each, FLAG)):
         for session in map(Path, _flags(words, SESSION_FLAG)):
             check_session(session)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from penstock.compat.openai import OpenAI, refuse
+from penstock.compat.openai import CONTEXT_EXCEEDED, OpenAI, refuse
 from penstock.deadline import Stalled
 from penstock.envs.agents import Asked, Conversation, Over
 from penstock.envs.dialogue import EpisodeFailure
@@ -40,8 +40,10 @@ from penstock.samples import Segment
 IGNORED = {"temperature", "top_p", "top_k", "min_p"}
 """Sampling parameters that the run sets. An episode refuses the others: they would change the policy's own answer, or
 ask for data that the gateway does not have."""
-REFUSALS = range(400, 410)
+REFUSALS = frozenset({400, 404, 405, 409, 413, 415, 422})
 """Statuses of requests that are refused for what they ask."""
+ERROR_EVENT = b'data: {"error"'
+"""Beginning of an event with an error, in a stream."""
 MAX_WAITING = 64
 """Maximum number of requests of one episode that wait for their answer."""
 REMEMBERED_KEYS = 65_536
@@ -111,14 +113,21 @@ class Session(AnswersOnly):
         surfaces = OpenAI(self, self, model_name=model_name), Generation(self, self)
         self.app = App([route for surface in surfaces for route in surface.routes()], ApiKeys())
 
-    def refused(self, message: str) -> None:
-        """Note that a request was refused."""
+    def refused(self, error: Mapping[str, Any]) -> None:
+        """Note that a request was refused, with this error in the reply."""
+        message = str(error.get("message"))
+        if error.get("code") == CONTEXT_EXCEEDED:
+            self._conversation.exceeded(message)
         self._conversation.refused(message)
 
     def check(self, request: GenerateRequest) -> None:
         """Raise ValueError for tokens that the model lacks, and for parameters that would change the policy's own
         answer."""
-        check_prompt(request.prompt_ids, vocab_size=self._vocab_size, max_context=self.max_context)
+        try:
+            check_prompt(request.prompt_ids, vocab_size=self._vocab_size, max_context=self.max_context)
+        except ContextExceeded as error:
+            self._conversation.exceeded(str(error))
+            raise
         if min(request.max_new_tokens) < 1:
             raise ValueError(f"max_new_tokens must be at least 1, not {min(request.max_new_tokens)}")
         if len(request.seeds) != 1:
@@ -191,27 +200,30 @@ class Session(AnswersOnly):
         await asyncio.gather(*self._answers.values(), return_exceptions=True)
 
 
-def _telling(send: Send, refused: Callable[[str], None]) -> Send:
-    """Return `send` that also calls `refused` with the message of a request's refusal."""
+def _telling(send: Send, refused: Callable[[Mapping[str, Any]], None]) -> Send:
+    """Return `send` that also calls `refused` with the error of a request that is refused, also in a stream."""
     is_refusal = False
 
     async def sending(message: Message) -> None:
         nonlocal is_refusal
         if message["type"] == "http.response.start":
             is_refusal = message["status"] in REFUSALS
-        elif is_refusal and message["type"] == "http.response.body":
+        elif (body := message.get("body", b"")) and (is_refusal or body.startswith(ERROR_EVENT)):
+            error = _error(body.removeprefix(b"data: "))
+            if is_refusal or error.get("type") == "invalid_request_error":
+                refused(error)
             is_refusal = False
-            refused(_error_message(message.get("body", b"")))
         await send(message)
 
     return sending
 
 
-def _error_message(body: bytes) -> str:
+def _error(body: bytes) -> Mapping[str, Any]:
     try:
-        return str(json.loads(body)["error"]["message"])
+        error = json.loads(body)["error"]
+        return error if isinstance(error, dict) else {"message": error}
     except (ValueError, LookupError, TypeError):
-        return body[:MAX_MESSAGE_CHARS].decode(errors="replace")
+        return {"message": body[:MAX_MESSAGE_CHARS].decode(errors="replace")}
 
 
 def _key_and_path(scope: Scope) -> tuple[str, str]:

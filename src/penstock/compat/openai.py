@@ -68,7 +68,8 @@ class NoSuchModel(http.Refused):
     """The requested name is not the name of the only model."""
 
 
-ERROR_CODES = {NoSuchModel: "model_not_found", ContextExceeded: "context_length_exceeded"}
+CONTEXT_EXCEEDED = "context_length_exceeded"
+ERROR_CODES = {NoSuchModel: "model_not_found", ContextExceeded: CONTEXT_EXCEEDED}
 
 
 class OpenAI:

@@ -29,8 +29,8 @@ LONGEST_CHARACTER = 4
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """A tokenizer decodes an incomplete character to this."""
 
-REASONING = ("reasoning_content", "reasoning")
-"""Fields of a message that hold reasoning."""
+MOST_REFUSALS = 64
+"""Most messages of refused requests that are kept."""
 TURN_S = 6 * 3600.0
 """How long a request of an agent may wait for the agent's other request. The lease ends earlier."""
 
@@ -67,7 +67,7 @@ class Asked(NamedTuple):
 
     messages: Sequence[Message]
     tools: Tools
-    """Those that it offers."""
+    """Tools that the request offers."""
 
 
 class Conversation:
@@ -81,7 +81,9 @@ class Conversation:
         """The messages behind the tokens of the episode's context, including the last answer."""
         self._turn = asyncio.Lock()
         self.refusals: list[str] = []
-        """Messages with which requests were refused, without those for lack of turns or tokens."""
+        """The first messages with which requests were refused, without those for lack of turns or tokens."""
+        self.num_refused = 0
+        self._overs: set[str] = set()
         self.over: str | None = None
         """Reason why a request was refused for lack of turns or tokens; None if none was refused."""
         self.cut = False
@@ -95,8 +97,15 @@ class Conversation:
 
     def refused(self, message: str) -> None:
         """Note that a request was refused."""
-        if message != self.over:
+        if message in self._overs:
+            return
+        self.num_refused += 1
+        if len(self.refusals) < MOST_REFUSALS:
             self.refusals.append(message)
+
+    def exceeded(self, message: str) -> None:
+        """Note that a request was too long for the context: the episode has no tokens left."""
+        self._end("max_length", message)
 
     def prompt(self, messages: Sequence[Message], **settings: Any) -> list[int]:
         """Return the tokens of a conversation, up to the start of the assistant's next answer. Where the conversation
@@ -114,7 +123,7 @@ class Conversation:
     def _has_drifted(self, answer: Message) -> bool:
         """Return whether the latest answer, as the agent sends it back, tokenises differently from the recorded
         tokens."""
-        if self._format.reasons or answer.get("tool_calls"):
+        if self._history[-1]["content"] != self._episode.text:
             return False  # the message is not the text of the answer
         said = [token for segment in self._episode.turns[-1].segments for token in segment.token_ids]
         shown = self._chat.encode_answer(answer.get("content") or "")
@@ -199,6 +208,7 @@ class Conversation:
 
     def _end(self, reason: StopReason, message: str) -> Over:
         self.stop_reason, self.over = reason, message
+        self._overs.add(message)
         return Over(reason, message)
 
 
@@ -237,18 +247,19 @@ class PausableTimeout:
 
 
 def _matches(asked: Message, known: Message) -> bool:
-    """Return whether both are the same message. Of the assistant's answers, spaces around them and the reasoning are
-    ignored, because some clients strip them, and calls that were not told to a client that wanted one."""
+    """Return whether both are the same message. An answer is the same if its text is, but for spaces around it, and
+    its calls are: clients drop reasoning and other fields, and add their own. A client that wants one call at a time
+    knows only the first."""
     if known.get("role") != "assistant" or not isinstance(asked.get("content"), str):
         return asked == known
-    mine, theirs = _essence(asked), _essence(known)
-    calls, known_calls = mine.pop("tool_calls", []), theirs.pop("tool_calls", [])
-    return mine == theirs and bool(calls) == bool(known_calls) and calls == known_calls[: len(calls)]
+    calls, known_calls = _calls(asked), _calls(known)
+    is_said = asked.get("role") == "assistant" and asked["content"].strip() == known["content"].strip()
+    return is_said and bool(calls) == bool(known_calls) and calls == known_calls[: len(calls)]
 
 
-def _essence(answer: Message) -> dict[str, Any]:
-    kept = {name: value for name, value in answer.items() if name not in REASONING}
-    return {**kept, "content": answer["content"].strip()}
+def _calls(answer: Message) -> list[tuple[Any, Any]]:
+    functions = [call.get("function", {}) for call in answer.get("tool_calls", ()) if isinstance(call, Mapping)]
+    return [(each.get("name"), each.get("arguments")) for each in functions if isinstance(each, Mapping)]
 
 
 def _plain(messages: Sequence[Message]) -> list[Message]:

@@ -192,7 +192,7 @@ class EnvManager:
                 reward = 0.0  # an agent may raise when it is told that no turn or token is left
             finally:
                 await self._gateway.close(endpoint)
-                self._count_refusals(conversation.refusals)
+                self._count_refusals(conversation)
             if not episode.turns:
                 said = conversation.over or (conversation.refusals or ["the agent sent no request to the policy"])[0]
                 raise EpisodeFailure(said)
@@ -202,10 +202,10 @@ class EnvManager:
             self._earn(episode, reward, environment.holder("play"), finished=not conversation.cut)
             await self._score(episode, finished=not conversation.cut)
 
-    def _count_refusals(self, messages: Sequence[str]) -> None:
+    def _count_refusals(self, conversation: Conversation) -> None:
         """Count the refused requests of an episode, and log each kind of message once."""
-        self._num_refused += len(messages)
-        for message in messages:
+        self._num_refused += conversation.num_refused
+        for message in conversation.refusals:
             kind = "".join(character for character in message if not character.isdigit())[:MAX_REFUSAL_KIND]
             if kind not in self._told_refusals and len(self._told_refusals) < MOST_REFUSALS:
                 self._told_refusals.add(kind)

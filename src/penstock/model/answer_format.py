@@ -45,11 +45,11 @@ class ParsedAnswer:
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
     fault: str | None = None
-    """Why a part of the content that begins like a call is none; None if there is no such part."""
+    """Reason why text that begins like a call is not one; None if there is no such text."""
 
 
 class Decode(Protocol):
-    """Returns the text of tokens."""
+    """A function that returns the text of tokens."""
 
     def __call__(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str: ...
 
@@ -169,8 +169,8 @@ def _without_beginning(text: str, mark: str) -> str:
 
 def call_ids(form: AnswerFormat, prompt_ids: Sequence[int], token_ids: Sequence[int], count: int) -> list[str]:
     """Return names for the calls of an answer, always the same ones. Mistral's templates demand nine characters."""
-    said = json.dumps([list(prompt_ids), list(token_ids)]).encode()
-    digests = (sha256(said + str(number).encode()).hexdigest() for number in range(count))
+    said = sha256(json.dumps([list(prompt_ids), list(token_ids)]).encode()).hexdigest() if count else ""
+    digests = (sha256(f"{said} {number}".encode()).hexdigest() for number in range(count))
     is_short = form.tools is not None and form.tools.name == "mistral"
     return [digest[:9] if is_short else f"call_{digest[:24]}" for digest in digests]
 
@@ -202,7 +202,7 @@ def _calls(form: ToolFormat, text: str, tools: Tools) -> tuple[str, list[Call]]:
         parts.append(after.strip())
     for mark in form.wrapping:
         parts = [part.replace(mark, "").strip() for part in parts]
-    return "\n".join(filter(None, (head.rstrip(), *parts))), calls
+    return "\n".join(filter(None, (head.rstrip(), *parts))), [*_few(calls)]
 
 
 def _few(parts: Iterable[T]) -> Iterator[T]:
@@ -267,6 +267,8 @@ def _read_bare(text: str, tools: Tools) -> Iterator[tuple[str, Any]]:
             raise Malformed(f"a call is not valid JSON: {error}") from None
         if not isinstance(found, dict) or "name" not in found:
             raise Malformed("a call names no tool")
+        if not {"arguments", "parameters"} & found.keys() and found["name"] not in _names(tools):
+            raise Malformed("an object with a name is no call: it has no parameters, and no tool has this name")
         yield _named(found)
         between = _BETWEEN.match(text, place)
         place = between.end() if between else place
@@ -296,13 +298,17 @@ def _read_deepseek(text: str, tools: Tools) -> Iterator[tuple[str, Any]]:
 
 
 def _read_tagged(named: re.Pattern[str], value: re.Pattern[str]) -> ReadCalls:
-    """Calls whose arguments stand between tags. They are text, and become what the tool's schema says."""
+    """Return a reader of calls with their arguments between tags. They are text, and become what the tool's schema
+    says."""
 
     def read(text: str, tools: Tools) -> Iterator[tuple[str, Any]]:
         head = named.match(text)
         if head is None:
             raise Malformed("a call names no tool")
         name = head["name"].strip()
+        beside = value.sub("", text[head.end() :]).replace("</function>", "").strip()
+        if beside:
+            raise Malformed(f"a call of {name[:64]} has text beside its arguments: {beside[:64]!r}")
         yield name, {found["key"]: _typed(found["value"], name, found["key"], tools) for found in value.finditer(text)}
 
     return read
@@ -310,13 +316,17 @@ def _read_tagged(named: re.Pattern[str], value: re.Pattern[str]) -> ReadCalls:
 
 def _typed(text: str, tool: str, key: str, tools: Tools) -> Any:
     """Return an argument as its schema says: text stays text, everything else is JSON if it can be."""
-    text = text.strip("\n")
     if "string" in _types(tool, key, tools):
         return text
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return text
+
+
+def _names(tools: Tools) -> list[Any]:
+    functions = (each.get("function", each) for each in tools)
+    return [each.get("name") for each in functions if isinstance(each, Mapping)]
 
 
 def _types(tool: str, key: str, tools: Tools) -> Sequence[str]:
@@ -326,15 +336,27 @@ def _types(tool: str, key: str, tools: Tools) -> Sequence[str]:
             parameters = function.get("parameters")
             properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
             schema = properties.get(key) if isinstance(properties, Mapping) else None
-            declared = schema.get("type") if isinstance(schema, Mapping) else None
-            return [declared] if isinstance(declared, str) else declared if isinstance(declared, list) else []
+            return _declared(schema)
     return []
+
+
+def _declared(schema: object) -> list[str]:
+    """Return the types that a JSON schema allows."""
+    if not isinstance(schema, Mapping):
+        return []
+    declared = schema.get("type")
+    found = [declared] if isinstance(declared, str) else list(declared) if isinstance(declared, list) else []
+    for each in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(each)
+        found += [kind for part in (parts if isinstance(parts, list) else ()) for kind in _declared(part)]
+    values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+    return [*found, *(["string"] if any(isinstance(value, str) for value in values) else [])]
 
 
 _BETWEEN = re.compile(r"[;\s]*")
 DEEPSEEK_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 _CODER_VALUE = re.compile(
-    r"<parameter=(?P<key>[^<>\n]{1,256})>(?P<value>(?:[^<]|<(?!/parameter>|parameter=))*)</parameter>"
+    r"<parameter=(?P<key>[^<>\n]{1,256})>\n?(?P<value>(?:[^<\n]|\n(?!</parameter>)|<(?!/parameter>|parameter=))*)\n?</parameter>"
 )
 _GLM_VALUE = re.compile(
     r"<arg_key>(?P<key>[^<]*)</arg_key>[ \n]*<arg_value>(?P<value>(?:[^<]|<(?!/arg_value>|arg_key>))*)</arg_value>"
@@ -345,14 +367,14 @@ FORMATS = (
         marks=("<function=",),
         opening="<tool_call>",
         closing="</tool_call>",
-        read=_read_tagged(re.compile(r"<function=(?P<name>[^<>\n]{1,256})>"), _CODER_VALUE),
+        read=_read_tagged(re.compile(r"<function=(?P<name>[\w.:/-]{1,256})>"), _CODER_VALUE),
     ),
     ToolFormat(
         name="glm",
         marks=("<arg_key>",),
         opening="<tool_call>",
         closing="</tool_call>",
-        read=_read_tagged(re.compile(r"(?P<name>[^<\n]{1,256})"), _GLM_VALUE),
+        read=_read_tagged(re.compile(r"(?P<name>[\w.:/-]{1,256})"), _GLM_VALUE),
     ),
     ToolFormat(name="hermes", marks=("<tool_call>",), opening="<tool_call>", closing="</tool_call>", read=_read_json),
     ToolFormat(

@@ -22,8 +22,9 @@ UNKNOWN = "unknown"
 """Label of weights that no policy_version describes: another run's, or those of a half-finished update."""
 
 MIN_LOGPROB, MAX_LOGPROB = -1e4, 1e-3
-MAX_TOKEN = 2**31
 """Log-probabilities are at most zero, up to rounding, and those of sampled tokens are not tiny."""
+MAX_TOKEN = 2**31
+"""Token ids are below this number."""
 BYTES_OF_ANSWER, BYTES_PER_TOKEN = 1 << 20, 256
 """Bounds of an answer's size."""
 PROBE_S = 2.0

@@ -72,6 +72,7 @@ class SamplingParams:
 
 
 MAX_SEED = 2**63
+"""A seed is below this number, and not below its negative."""
 
 
 class ContextExceeded(ValueError):

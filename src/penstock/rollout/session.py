@@ -25,7 +25,7 @@ KEEP_ALIVE_S = 4.0
 MAX_REPLY_BYTES = 1 << 20
 """Limit of a reply. An answer with tokens has a limit of its own, by the number of tokens."""
 MAX_ERROR_BYTES = 65_536
-"""Of a reply with an error no more is read."""
+"""Most bytes that are read of a reply with an error."""
 LARGE_BYTES = 262_144
 """Larger replies are decoded one at a time, and other tasks run between two of them."""
 DECODE_S = 600.0

@@ -1,4 +1,4 @@
-"""What every HTTP client of a run does against servers that may be hostile."""
+"""Protection of a run's HTTP clients against hostile servers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from aiohttp.client_proto import ResponseHandler
 C = TypeVar("C", bound=aiohttp.BaseConnector)
 
 MOST_UNREAD = 4
-"""Most replies of a connection that nobody has read, before the connection is ended. One request is open on each
+"""Most replies of a connection that wait to be read, before the connection is ended. One request is open on each
 connection, and gets one reply; a few interim replies (1xx) may come before."""
 MAX_MESSAGE_CHARS = 500
 """A longer error message of a server is cut."""
 
 
 class _Connection(ResponseHandler):
-    """A connection that ends when the server sends replies that nobody has asked for. They would be parsed and kept
-    while the connection is idle."""
+    """A connection that ends when the server sends replies without requests. They would be parsed and kept while the
+    connection is idle."""
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

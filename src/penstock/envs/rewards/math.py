@@ -22,8 +22,10 @@ _MARKED = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _BETWEEN = re.compile(r"[=<>,;]|\\(?:le|ge|leq|geq|in|to|approx|text|quad)\b")
 """What stands between the parts of an expression."""
 _NUMBER = re.compile(r"[-+]?[\d.]+|[-+]?\\[dt]?frac\{(\d+)\}\{(\d+)\}|[-+]?(\d+)/(\d+)")
+_UNIT = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3})|\\?%|\^\{?\\circ\}?|\\(?:text|mathrm)\{[^}]*\}|\\[!,; ]|\\?\$")
+"""What belongs to the notation of a number: commas between thousands, and units."""
 _DEMANDS = re.compile(r"\\(?:cup|cap|setminus|binom|max|min|gcd|lcm|det)\b|[vp]matrix")
-"""What math-verify works out by itself when it reads an expression."""
+"""Operations that math-verify works out by itself when it reads an expression."""
 _ARITHMETIC = re.compile(r"[\d(](?:[\d\s.+\-*/^×÷·()]{0,200}[\d)])?")
 SIGNS = {"**": "^", "*": "\\cdot", "×": "\\cdot", "·": "\\cdot", "÷": "/"}
 MOST_PARTS = 16
@@ -80,12 +82,13 @@ class Math:
         forms: list[Any] | None = None
         for part in _parts(str(given[-1]))[:MOST_PARTS]:
             text, tree = _squeezed(part), self._tree(part)
-            if text == _squeezed(right[-1]) or _is_worked_out(text, tree):
+            is_own = text == _squeezed(right[-1]) or (_has_form(tree) and _form(tree) == _form(right[0]))
+            if (is_own and not _DEMANDS.search(text)) or _is_worked_out(text, tree):
                 continue
             if text in texts or text in prose:
                 return True
             forms = [_form(self._tree(each)) for each in asked] if forms is None else forms
-            if _has_form(tree) and _form(tree) in forms and _form(tree) != _form(right[0]):
+            if _has_form(tree) and _form(tree) in forms:
                 return True
         return False
 
@@ -128,6 +131,8 @@ def _as_latex(arithmetic: str) -> str:
 def _is_worked_out(text: str, tree: Any) -> bool:
     """Return whether an expression cannot be worked out any further, or is too small to tell."""
     sympy = import_module("sympy")
+    if _NUMBER.fullmatch(text := _UNIT.sub("", text)) and "frac" not in text and "/" not in text:
+        return True
     if not isinstance(tree, sympy.Expr):
         return not _DEMANDS.search(text)
     if tree.is_Number:
