@@ -110,7 +110,7 @@ class Session(AnswersOnly):
         rendering the same messages again after it would give another result."""
         self._answers: dict[tuple[int, ...], asyncio.Task[Segment]] = {}
         """Answers by the prompt's tokens."""
-        surfaces = OpenAI(self, self, model_name=model_name), Generation(self, self)
+        surfaces = OpenAI(self, self, model_name=model_name, measure=chat.prompt), Generation(self, self)
         self.app = App([route for surface in surfaces for route in surface.routes()], ApiKeys())
 
     def refused(self, error: Mapping[str, Any]) -> None:

@@ -64,6 +64,12 @@ class ChatTemplate(Tokenizer, Protocol):
     def prompt(self, messages: Sequence[dict[str, Any]], **settings: Any) -> list[int]: ...
 
 
+class Prompt(Protocol):
+    """A function that returns the tokens of a conversation."""
+
+    def __call__(self, messages: Sequence[dict[str, Any]], **settings: Any) -> list[int]: ...
+
+
 class NoSuchModel(http.Refused):
     """The requested name is not the name of the only model."""
 
@@ -75,8 +81,12 @@ ERROR_CODES = {NoSuchModel: "model_not_found", ContextExceeded: CONTEXT_EXCEEDED
 class OpenAI:
     """The endpoints of the OpenAI API."""
 
-    def __init__(self, generator: Generator, tokenizer: ChatTemplate, *, model_name: str) -> None:
+    def __init__(
+        self, generator: Generator, tokenizer: ChatTemplate, *, model_name: str, measure: Prompt | None = None
+    ) -> None:
+        """`measure`: renders conversations for `/tokenize`, where those of `tokenizer` have consequences."""
         self._generator, self._tokenizer, self._model_name = generator, tokenizer, model_name
+        self._measure = measure or tokenizer.prompt
         self._answers = Answers(generator, tokenizer)
         self._text = PromptText(tokenizer, max_context=generator.max_context)
         self._started = int(time.time())
@@ -134,8 +144,10 @@ class OpenAI:
             (body.modalities not in (None, [], ["text"]), "`modalities` is not served but for `text`"),
             (bodies.asks(body.chat_template), "`chat_template` is not served: the model's own is used"),
             (continues, "an assistant's message is not continued: give the conversation as `prompt_token_ids`"),
+            (body.separate_reasoning is False, "`separate_reasoning` false is not served: read `token_ids`"),
+            (body.include_reasoning is False, "`include_reasoning` false is not served: ignore `reasoning_content`"),
         )
-        ids = await self._rendered(body) if ids is None else ids
+        ids = await self._rendered(body, self._tokenizer.prompt) if ids is None else ids
         max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         if max_tokens is None:
             max_tokens = max(self._generator.max_context - len(ids), 1)
@@ -149,13 +161,18 @@ class OpenAI:
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a prompt or of a conversation."""
         body = await http.read_body(request, wire.TokenizeBody)
-        if (body.prompt is None) == (not body.messages):
-            raise ValueError("give exactly one of `prompt` and `messages`")
+        continues = body.continue_final_message or not body.add_generation_prompt
+        _refuse_if(
+            ((body.prompt is None) == (not body.messages), "give exactly one of `prompt` and `messages`"),
+            (continues, "an assistant's message is not continued"),
+            (body.add_special_tokens, "`add_special_tokens` is not served: write them into the prompt"),
+            (body.return_token_strs, "`return_token_strs` is not served: ask `/detokenize`"),
+        )
         if body.prompt is None:
             chat = wire.ChatBody(
                 messages=body.messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
             )
-            ids = await self._rendered(chat)
+            ids = await self._rendered(chat, self._measure)
         else:
             found = (await self._text.tokenised(bodies.GenerateBody(text=body.prompt))).input_ids
             ids = [each for each in found or () if isinstance(each, int)]
@@ -174,7 +191,7 @@ class OpenAI:
             raise ValueError(f"`tokens` holds a number that no token can be: they go from 0 to {MAX_TOKEN - 1}")
         return http.answer(wire.DetokenizeReply(prompt=self._tokenizer.decode(body.tokens, skip_special=False)))
 
-    async def _rendered(self, body: wire.ChatBody) -> list[int]:
+    async def _rendered(self, body: wire.ChatBody, prompt: Prompt) -> list[int]:
         settings = body.chat_template_kwargs or {}
         if taken := sorted(settings.keys() & {"messages", "tools", "self"}):
             raise ValueError(f"`chat_template_kwargs` cannot set {', '.join(taken)}")
@@ -182,7 +199,7 @@ class OpenAI:
             settings = settings | {"tools": body.tools}
 
         def render() -> list[int]:
-            return self._tokenizer.prompt([_message(message) for message in body.messages], **settings)
+            return prompt([_message(message) for message in body.messages], **settings)
 
         try:
             return await self._text.rendered(render, body.messages, settings)
@@ -329,6 +346,8 @@ class ChatFormat(CompletionFormat):
         """`one_call`: of several calls only the first one is told."""
         super().__init__(tokenizer, has_tokens=has_tokens)
         self._format, self._tools, self._one_call = tokenizer.answers, tools, one_call
+        self._thinking: dict[str, bool] = {}
+        """Whether a prompt ends with the beginning of reasoning, by its request id."""
         self._shown: dict[int, tuple[int, int]] = {}
         """Number of characters of the reasoning and of the content that have been sent of each streamed choice."""
 
@@ -352,7 +371,9 @@ class ChatFormat(CompletionFormat):
         return self._format.read(text, self._tools, is_thinking=self._is_thinking(prompt))
 
     def _is_thinking(self, prompt: PromptRequest) -> bool:
-        return self._format.is_thinking(prompt.prompt_ids, self._tokenizer.decode)
+        if prompt.rid not in self._thinking:
+            self._thinking[prompt.rid] = self._format.is_thinking(prompt.prompt_ids, self._tokenizer.decode)
+        return self._thinking[prompt.rid]
 
     def _tool_calls(self, prompt: PromptRequest, segment: Segment, answer: ParsedAnswer) -> list[dict[str, Any]]:
         calls = answer.calls[:1] if self._one_call else answer.calls

@@ -86,6 +86,8 @@ class ChatBody(SamplingFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prompt_token_ids: list[int] | None = None
     continue_final_message: bool = False
@@ -98,13 +100,18 @@ class ChatBody(SamplingFields, kw_only=True):
 
 
 class TokenizeBody(Struct, kw_only=True):
-    """The request of `/tokenize`: a prompt that is rendered already, or a conversation."""
+    """The request of `/tokenize`: a prompt that is rendered already, or a conversation. The last fields are served for
+    neutral values only."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class TokenizeReply(Struct, kw_only=True):
