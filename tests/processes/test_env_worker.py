@@ -255,6 +255,7 @@ async def test_the_controller_hears_when_only_rewards_are_missing(tmp_path: Path
             "episodes": 4,
             "surplus_tokens": 0,
             "drifts": 0,
+            "refused_requests": 0,
             "scored": 4,
         }
 

@@ -27,12 +27,15 @@ class Talk:
     def __init__(self, chat: ChatTokenizer) -> None:
         self._chat = chat
 
+    def refused(self, message: str) -> None:
+        """Nothing is counted here."""
+
     def prompt(self, messages: Any, **settings: Any) -> list[int]:
         return self._chat.prompt(messages, **settings)
 
-    async def answer(self, prompt_ids: list[int], max_tokens: int, history: Any = None) -> Segment:
-        if not history[0]["content"].startswith("a"):
-            raise Over("no turn is left")
+    async def answer(self, prompt_ids: list[int], max_tokens: int, asked: Any = None) -> Segment:
+        if not asked.messages[0]["content"].startswith("a"):
+            raise Over("max_turns", "no turn is left")
         return Segment(token_ids=self._chat.encode("b"), logprobs=[-1.0], spans=[], finish_reason="stop")
 
 

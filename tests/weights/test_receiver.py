@@ -104,7 +104,10 @@ async def test_who_shares_the_machine_maps_and_others_fetch(tmp_path: Path, send
         torch.testing.assert_close(named[name], tensor, rtol=0, atol=0)
 
 
-async def test_what_one_fetches_is_there_for_all_of_its_machine(tmp_path: Path, sender: Sender) -> None:
+async def test_what_one_fetches_is_there_for_all_of_its_machine(
+    tmp_path: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_module, "MAX_SILENCE_S", 60.0)
     receivers = [receiver(tmp_path, name=str(number)) for number in range(4)]
     for version in (3, 4):
         handle = sender.published(version)
