@@ -99,6 +99,8 @@ ODD = ("NaN", "+Inf", "-Inf", "-1", "1e300", "9007199254740992", "x", "")
         *(METRICS.format(tokens=1, running=value) for value in ODD),
         METRICS.format(tokens=f"1 {'9' * 400}", running=2),  # with a time
         'vllm:generation_tokens_total{b="' + '\\"' * 1000 + '"} 9',  # the time for such lines is quadratic
+        "\x0b".join(['vllm:generation_tokens_total{b="' + '\\"' * 100] * 20),  # one line for the parser
+        "\n".join(["vllm:generation_tokens_total 9"] * 1000),
         "\xff",
         "{",
         'a{b="c", ="d"} 1',
@@ -123,3 +125,23 @@ async def test_odd_metrics_are_ignored(odd: str) -> None:
         {"tokens": 7, "active": 0},
         {"tokens": 2**53 - 1, "active": 3},
     ]
+
+
+@pytest.mark.parametrize(("urls", "doing"), [([], "generation"), (["http://127.0.0.1:1"], "")])
+async def test_a_server_that_dies_or_lies_does_not_count_as_stuck(urls: list[str], doing: str) -> None:
+    """A process that makes no progress with what it does is restarted, which would repair no server of others."""
+    texts = iter([METRICS.format(tokens=7, running=3)])
+
+    async def metrics(request: Request) -> Response:
+        return Response(next(texts, "{").encode())
+
+    config = Config.model_validate({"rollout": {"engine": "vllm", "urls": urls}})
+    session, listener = HttpSession(), bind(HOST, 0)
+    async with listening(App([Route("/metrics", ["GET"], metrics, "public")], ApiKeys()), listener):
+        reader = EngineMetrics("rollout-0", config, url_of(HOST, listener), session)
+        found = []
+        for _ in range(2):
+            await reader._read()
+            found.append(reader.telemetry().doing)
+        await session.close()
+    assert found == [doing, ""]

@@ -19,6 +19,7 @@ from penstock.model.answer_format import Tools, call_ids, with_decoded_arguments
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
 from penstock.samples import Segment
+from penstock.sendable import sendable
 from penstock.types import StopReason
 
 Message = Mapping[str, Any]
@@ -31,6 +32,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 MOST_REFUSALS = 64
 """Most messages of refused requests that are kept."""
+MAX_REFUSAL_CHARS = 500
 TURN_S = 6 * 3600.0
 """How long a request of an agent may wait for the agent's other request. The lease ends earlier."""
 
@@ -101,7 +103,7 @@ class Conversation:
             return
         self.num_refused += 1
         if len(self.refusals) < MOST_REFUSALS:
-            self.refusals.append(message)
+            self.refusals.append(sendable(message, MAX_REFUSAL_CHARS))
 
     def exceeded(self, message: str) -> None:
         """Note that a request was too long for the context: the episode has no tokens left."""

@@ -78,6 +78,8 @@ METERS = {
 
 MAX_LINE = 1024
 """Most characters of a line of metrics that is read. The parser's time grows with the square of a line's length."""
+MOST_LINES = 64
+"""Most lines about the metrics that are read."""
 MAX_COUNT = 2**53
 """An engine's count is below this. A float holds every such whole number."""
 
@@ -337,11 +339,11 @@ def remedy(status: int | None, engine: str) -> str:
 
 
 def _lines_about(names: tuple[str, ...], text: str) -> str:
-    """Return the lines about these metrics. Raises ValueError if one is too long."""
-    lines = [line for line in text.splitlines(keepends=True) if line.removeprefix("# TYPE ").startswith(names)]
-    if any(len(line) > MAX_LINE for line in lines):
-        raise ValueError("a line of metrics is too long")
-    return "".join(lines)
+    """Return the lines about these metrics. Raises ValueError if one is too long, or if there are too many."""
+    lines = [line for line in text.split("\n") if line.removeprefix("# TYPE ").startswith(names)]
+    if len(lines) > MOST_LINES or any(len(line) > MAX_LINE for line in lines):
+        raise ValueError("the metrics have long or many lines")
+    return "\n".join([*lines, ""])
 
 
 def _total(family: Metric) -> float:
@@ -356,11 +358,12 @@ def _count(value: float) -> int:
 
 
 class EngineMetrics(Member):
-    """Reads the engine's own metrics. The engine counts as busy while it reports running requests."""
+    """Reads the engine's own metrics. The engine counts as busy while it reports running requests. One that the run
+    has started is restarted if it then makes no progress; a server of others cannot be."""
 
     def __init__(self, name: str, config: Config, url: str, session: HttpSession) -> None:
         self._name, self._meters = name, METERS[config.rollout.engine]
-        self._url, self._session = url, session
+        self._url, self._session, self._is_ours = url, session, not config.rollout.urls
         self._tokens, self._running, self._busy_s = 0, 0, 0.0
         self._seen_at = time.time()
         self._spans: list[BusySpan] = []
@@ -381,6 +384,7 @@ class EngineMetrics(Member):
             known = dict(zip(self._meters, (self._tokens, 0), strict=True)) | totals
             self._tokens, running = [_count(known[name]) for name in self._meters]
         except Exception:  # the parser raises whatever its text leads to
+            self._running = 0
             return
         now = time.time()
         if self._running and running:
@@ -390,5 +394,6 @@ class EngineMetrics(Member):
 
     def telemetry(self) -> Telemetry:
         spans, self._spans = self._spans, []
-        doing, counters = "generation" if self._running else "", {"tokens": self._tokens, "active": self._running}
+        counters = {"tokens": self._tokens, "active": self._running}
+        doing = "generation" if self._running and self._is_ours else ""
         return Telemetry(progress=self._tokens, doing=doing, busy_s=self._busy_s, counters=counters, spans=spans)

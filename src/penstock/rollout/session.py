@@ -24,6 +24,8 @@ KEEP_ALIVE_S = 4.0
 
 MAX_REPLY_BYTES = 1 << 20
 """Limit of a reply. An answer with tokens has a limit of its own, by the number of tokens."""
+MAX_ERROR_CHARS = 2000
+"""Most characters of an error's message."""
 MAX_ERROR_BYTES = 65_536
 """Most bytes that are read of a reply with an error."""
 LARGE_BYTES = 262_144
@@ -38,8 +40,8 @@ class RolloutError(RuntimeError):
     self_explanatory = True
 
     def __init__(self, url: str, message: str, status: int | None = None) -> None:
-        self.url, self.message, self.status = url, message, status
-        super().__init__(f"rollout server {url}: {message}")
+        self.url, self.message, self.status = url, short(message, MAX_ERROR_CHARS), status
+        super().__init__(f"rollout server {url}: {self.message}")
 
 
 class HttpSession:

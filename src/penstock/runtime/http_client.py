@@ -35,6 +35,6 @@ def guarded(connector: C) -> C:
     return connector
 
 
-def short(message: str) -> str:
+def short(message: str, most: int = MAX_MESSAGE_CHARS) -> str:
     """Return an error message, cut if it is long: it may repeat what a server sent."""
-    return message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}..."
+    return message if len(message) <= most else f"{message[:most]}..."
