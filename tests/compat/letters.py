@@ -12,7 +12,7 @@ class Letters:
     """A tokenizer: one token per character. Conversations are the contents, a space between."""
 
     longest_token = 1
-    answers = AnswerFormat.of("</think>", "hermes")
+    answers = AnswerFormat.of("<think></think><tool_call></tool_call>")
 
     def encode(self, text: str) -> list[int]:
         return [(ord(character) - ord("@")) % 64 for character in text]

@@ -37,7 +37,7 @@ WRITTEN = {
 
 
 def of(name: str, *, reasons: bool = True) -> AnswerFormat:
-    return AnswerFormat.of("</think>" if reasons else "", name)
+    return AnswerFormat(next(each for each in FORMATS if each.name == name), reasons)
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -128,7 +128,7 @@ async def test_a_reply_that_cannot_be_trained_is_refused(body: dict[str, Any], s
     assert caught.value.status == status
 
 
-async def test_parts_that_nobody_reads_are_skipped() -> None:
+async def test_parts_that_the_client_does_not_need_are_skipped() -> None:
     """They are neither decoded nor checked, however many there are."""
     body = reply([5, 6], [-1.0, -1.0])
     body["meta_info"]["output_top_logprobs"] = body["meta_info"]["input_token_logprobs"] = [[]] * 20_000
@@ -184,7 +184,7 @@ async def test_a_packed_reply_is_not_unpacked() -> None:
             await client.generate([5], [GRANT], Sampling(), [0])
 
 
-async def test_replies_that_nobody_asked_for_end_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replies_without_a_request_end_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hostile server answers, and then goes on answering while the connection is idle."""
     monkeypatch.setattr("penstock.rollout.session.KEEP_ALIVE_S", 3600.0)
     is_idle, ended = asyncio.Event(), asyncio.Event()
@@ -208,6 +208,7 @@ async def test_replies_that_nobody_asked_for_end_the_connection(monkeypatch: pyt
         is_idle.set()
         async with asyncio.timeout(30.0):
             await ended.wait()
+        assert ended.is_set(), "the client has ended the connection"
     finally:
         await session.close()
         server.close()

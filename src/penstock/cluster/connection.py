@@ -136,10 +136,9 @@ def check_session(session: Path) -> None:
     """Check that no other user can reach a session directory of Ray. Raises `NotConnected`."""
     if _is_open(session):
         raise NotConnected(
-            f"cluster.address: Ray's directory {session} is open to all users of this machine, who can exchange the "
-            "code and the sockets in it, and so run programs as you: start Ray on every machine with `--temp-dir` in a "
-            "directory of your own (`mkdir -m 700 ~/ray`), or set cluster.private=true if only people whom you trust "
-            "use these machines"
+            f"cluster.address: Ray's directory {session} is open to all users of this machine. They can exchange the "
+            "code in it, and so run programs as you. Start Ray on every machine with `--temp-dir` in a private "
+            "directory (`mkdir -m 700 ~/ray`). Or set cluster.private=true, if you trust all users of these machines"
         )
 
 

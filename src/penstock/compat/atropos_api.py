@@ -37,7 +37,7 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 256 * 2**20
 """Maximum number of bytes of a push, after decompression."""
 CHECKED = ("tokens", "masks", "scores")
-"""Fields of a group whose values are checked."""
+"""Fields of a group with checked values."""
 MAX_OFFERS = 256
 """Maximum number of groups in the queue. Further pushes are refused with 503, so that their senders retry."""
 HOLD_S = 240.0
@@ -296,8 +296,7 @@ class Atropos:
 
 
 def _example(document: dict[str, Any] | None) -> Response:
-    """Return a pushed group. Fields that nobody has checked are left out if they cannot be sent, as half a surrogate
-    pair cannot."""
+    """Return a pushed group. If it cannot be sent (half a surrogate pair cannot), its unchecked fields are empty."""
     names = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "images")
     example = {name: [] for name in names} | (document or {})
     try:

@@ -33,12 +33,11 @@ from penstock.rollout.convert import Answer, GrowingSample, PromptRequest
 from penstock.rollout.generation import Answers
 from penstock.rollout.generator import Generator
 from penstock.rollout.prompt_text import PromptText
-from penstock.rollout.request import ContextExceeded
+from penstock.rollout.request import MAX_TOKEN, ContextExceeded
 from penstock.rollout.text import Tokenizer
 from penstock.samples import Segment
 
 MAX_TOP_LOGPROBS = 20
-MAX_TOKEN = 2**31
 RETRYABLE = (408, 409, 429, 503)
 """Statuses of errors for which a retry may succeed."""
 CODES = {401: "invalid_api_key"}
@@ -153,9 +152,8 @@ class OpenAI:
             max_tokens = max(self._generator.max_context - len(ids), 1)
         generate = _generate_body(body, max_tokens, top=body.top_logprobs, wanted=bool(body.logprobs))
         generate.input_ids = list(ids)
-        tools = (body.tools or ()) if body.tool_choice != "none" else ()
         one_call, has_tokens = body.parallel_tool_calls is False, body.return_token_ids is not False
-        form = ChatFormat(self._tokenizer, tools, one_call=one_call, has_tokens=has_tokens)
+        form = ChatFormat(self._tokenizer, _offered(body), one_call=one_call, has_tokens=has_tokens)
         return await self._answer(request, body, generate, form)
 
     async def tokenize(self, request: Request) -> Response:
@@ -195,8 +193,8 @@ class OpenAI:
         settings = body.chat_template_kwargs or {}
         if taken := sorted(settings.keys() & {"messages", "tools", "self"}):
             raise ValueError(f"`chat_template_kwargs` cannot set {', '.join(taken)}")
-        if body.tools and body.tool_choice != "none":
-            settings = settings | {"tools": body.tools}
+        if tools := _offered(body):
+            settings = settings | {"tools": tools}
 
         def render() -> list[int]:
             return prompt([_message(message) for message in body.messages], **settings)
@@ -440,6 +438,11 @@ def _generate_body(body: wire.SamplingFields, max_tokens: int, *, top: int | Non
     sampling = {name: value for field, name in SAMPLING_FIELDS.items() if (value := getattr(body, field)) is not None}
     rid, params = body.rid or body.request_id, bodies.SamplingBody(max_new_tokens=max_tokens, **sampling)
     return bodies.GenerateBody(rid=rid, return_logprob=wanted, top_logprobs_num=top or 0, sampling_params=params)
+
+
+def _offered(body: wire.ChatBody) -> list[dict[str, Any]]:
+    """Return the tools that the policy may call."""
+    return (body.tools or []) if body.tool_choice != "none" else []
 
 
 def _refuse_if(*problems: tuple[object, str]) -> None:

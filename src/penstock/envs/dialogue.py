@@ -1,4 +1,4 @@
-"""What an environment with `reset` and `step` says, as messages of a chat, and what the policy answers there."""
+"""Messages of environments with `reset` and `step`, and the policy's actions there."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Style:
         return [*system, *messages_of(observation)]
 
     def action(self, chat: ChatTokenizer, text: str, prompt_ids: Sequence[int]) -> str:
-        """Return an answer as the environment gets it: a text, and with tools an `Action`."""
+        """Return an answer as the environment gets it: a text, and with tools an `Action`. `prompt_ids`: at least the
+        last tokens before the answer."""
         if not self.tools:
             return text
         is_thinking = chat.answers.is_thinking(prompt_ids, chat.decode)

@@ -30,13 +30,13 @@ from penstock.envs.dialogue import EpisodeFailure, Message, messages_of, text_of
 from penstock.envs.episode import Episode, answering, contained_together, spending
 from penstock.envs.exception_location import LoggedOnce, OnError
 from penstock.envs.rewards.scorer import RewardFailure, Scorers
+from penstock.model.answer_format import LAST_TOKENS
 from penstock.model.chat import ChatTokenizer
 from penstock.model.text_threads import INLINE_CHARACTERS, in_text_thread
 from penstock.ports.environment import Environment, PolicyClient
 from penstock.ports.work import Work
 from penstock.samples import Segment, Trajectory
 from penstock.scheduler.segments import SegmentPolicy
-from penstock.sendable import sendable
 from penstock.types import EpisodeId, SegmentGrant, StopReason, Task
 
 MakeEnvironment = Callable[[Task], Environment]
@@ -49,9 +49,8 @@ Convert = Callable[..., list[int]]
 
 logger = logging.getLogger(__name__)
 
-MOST_REFUSALS, MAX_REFUSAL_KIND, MAX_REFUSAL_CHARS = 64, 60, 500
-"""Refusals of agents' requests that a worker logs; characters that tell two kinds apart, but for digits; and characters
-of a logged message."""
+MOST_KINDS, MAX_KIND_CHARS = 64, 60
+"""Most kinds of refusals that a worker logs. Two messages are of one kind if they begin alike, but for digits."""
 ANSWER = {"resource": "an answer", "holder": "a rollout server"}
 
 
@@ -206,10 +205,10 @@ class EnvManager:
         """Count the refused requests of an episode, and log each kind of message once."""
         self._num_refused += conversation.num_refused
         for message in conversation.refusals:
-            kind = "".join(character for character in message if not character.isdigit())[:MAX_REFUSAL_KIND]
-            if kind not in self._told_refusals and len(self._told_refusals) < MOST_REFUSALS:
+            kind = "".join(character for character in message if not character.isdigit())[:MAX_KIND_CHARS]
+            if kind not in self._told_refusals and len(self._told_refusals) < MOST_KINDS:
                 self._told_refusals.add(kind)
-                logger.warning("the endpoint refused a request of an agent: %s", sendable(message, MAX_REFUSAL_CHARS))
+                logger.warning("the endpoint refused a request of an agent: %s", message)
 
     async def _generate_for_agent(self, timeout: PausableTimeout, episode: Episode, unfinished: bool) -> Segment:
         """Generate the next segment of an agent's answer. The first one already has its grant."""
@@ -322,7 +321,8 @@ class EnvManager:
 
     async def _step(self, episode: Episode, env: EpisodeEnvironment) -> Outcome:
         async with env.slot(), spending([episode], resource="its next observation", holder=env.holder("step")):
-            prompt_ids = episode.context[: len(episode.context) - episode.turn_tokens]
+            end = len(episode.context) - episode.turn_tokens
+            prompt_ids = episode.context[max(end - LAST_TOKENS, 0) : end]
             outcome = await env.step(env.style.action(self._chat, episode.text, prompt_ids))
         episode.hear(outcome.info)
         return outcome

@@ -1,4 +1,4 @@
-"""What a policy's answer says: its reasoning, its text and its tool calls, in the format of the model's family.
+"""Reading of a policy's answers: reasoning, text and tool calls, in the format of the model's family.
 
 A chat template tells the model in which format to call tools, and so it also tells how to read its answers. Text that
 only looks like a call stays text: the answer says why (`fault`). Reading takes time in proportion to the text, whatever
@@ -108,10 +108,9 @@ class AnswerFormat:
     """Whether the template knows reasoning between `<think>` and `</think>`."""
 
     @classmethod
-    def of(cls, template: str, name: str | None = None) -> AnswerFormat:
-        """Return the format of a chat template's source. `name`: of the family, if it is known."""
-        by_name = {each.name: each for each in FORMATS}
-        found = by_name[name] if name else next((f for f in FORMATS if any(m in template for m in f.marks)), None)
+    def of(cls, template: str) -> AnswerFormat:
+        """Return the format of a chat template's source."""
+        found = next((each for each in FORMATS if any(mark in template for mark in each.marks)), None)
         return cls(found, THOUGHT in template)
 
     def is_thinking(self, prompt_ids: Sequence[int], decode: Decode) -> bool:

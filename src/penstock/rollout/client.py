@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from penstock.deadline import deadline
 from penstock.rollout import bodies
+from penstock.rollout.request import MAX_TOKEN
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.samples import Segment, VersionSpan
 from penstock.types import MAX_VERSION, FinishReason, Sampling, SegmentGrant, UpdateMode, WeightsHandle
@@ -23,8 +24,6 @@ UNKNOWN = "unknown"
 
 MIN_LOGPROB, MAX_LOGPROB = -1e4, 1e-3
 """Log-probabilities are at most zero, up to rounding, and those of sampled tokens are not tiny."""
-MAX_TOKEN = 2**31
-"""Token ids are below this number."""
 BYTES_OF_ANSWER, BYTES_PER_TOKEN = 1 << 20, 256
 """Bounds of an answer's size."""
 PROBE_S = 2.0

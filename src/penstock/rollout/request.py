@@ -71,6 +71,8 @@ class SamplingParams:
         return bool(penalizes or self.logit_bias or self.min_new_tokens)
 
 
+MAX_TOKEN = 2**31
+"""Token ids of all models are below this number."""
 MAX_SEED = 2**63
 """A seed is below this number, and not below its negative."""
 

@@ -174,7 +174,7 @@ def _reading(run_dir: Path) -> Iterator[None]:
         raise ConfigError(
             f"the files of run {run_dir} are damaged ({type(error).__name__}: {error}): metrics.jsonl, events.jsonl or "
             "timeline.jsonl has a record that no run writes; calibrate on another run"
-        ) from None
+        ) from error
 
 
 def _caveat(run: RecordedRun) -> str | None:
