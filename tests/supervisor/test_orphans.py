@@ -169,10 +169,11 @@ def test_a_held_runtime_directory_is_in_use_whatever_the_run_directory_says(tmp_
     base.mkdir()
     (base / "run").mkdir()
     runtime.claim(base / "runtime", run_dir=base / "run", nonce="n")
-    elsewhere = dataclasses.replace(this_process(), pid_namespace="pid:[1]")
-    (base / "runtime" / runtime.OWNER_FILE).write_text(dataclasses.replace(mark(base), supervisor=elsewhere).dumps())
+    supervisor = dataclasses.replace(this_process(), pid_namespace="pid:[1]")
+    elsewhere = dataclasses.replace(mark(base), supervisor=supervisor)
+    (base / "runtime" / runtime.OWNER_FILE).write_text(elsewhere.dumps())
     found = runtime.find_orphans()
-    assert not found.orphans and not found.foreign
+    assert of(found, elsewhere) is None and elsewhere not in [each.mark for each in found.foreign]
 
 
 def test_the_names_of_runtime_directories_are_not_foreseen_and_never_reused(tmp_path: Path) -> None:

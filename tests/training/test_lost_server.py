@@ -1,8 +1,9 @@
-"""A run on servers that it did not start. One of them is killed while it generates."""
+"""A run on servers that it did not start. One of them is killed while it generates, and what represents it too."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -56,6 +57,8 @@ def test_a_killed_server_costs_no_episode(
             time.sleep(0.1)
         url, victim = next(iter(servers.items()))
         victim.send_signal(signal.SIGKILL)
+        state = json.loads((only_run(runs) / "state.json").read_text())
+        os.kill(state["processes"]["rollout-0"]["pid"], signal.SIGKILL)
         output, _ = run.communicate(timeout=240)
     assert run.returncode == 0, output
     run_dir = only_run(runs)
@@ -66,4 +69,7 @@ def test_a_killed_server_costs_no_episode(
     assert summary["kl_engine_trainer"] < 1e-4
     lost = [event["url"] for event in lines(run_dir / "events.jsonl") if event["event"] == "server_lost"]
     assert set(lost) == {url}
+    processes = [event for event in lines(run_dir / "events.jsonl") if event["event"] == "process"]
+    exits = [event for event in processes if (event["name"], event["state"]) == ("rollout-0", "exited")]
+    assert [event["returncode"] for event in exits] == [-signal.SIGKILL, 0]
     assert leftovers(run_dir) == []

@@ -316,7 +316,13 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         recorder.event("lengths_learnt", groups=len(played), run=config.scheduler.length.learn_from)
     if config.env.seeds == "arithmetic":
         recorder.event("alarm", reason=COLLIDES)
-    controller.server_is_back = lambda url: start(beside, bring_back(url, controller, servers, workers, recorder))
+    returning: list[asyncio.Task[None]] = []
+
+    def server_is_back(url: str) -> None:
+        returned = start(beside, bring_back(url, controller, servers, workers, recorder))
+        returning[:] = [task for task in (*returning, returned) if task is not None and not task.done()]
+
+    controller.server_is_back = server_is_back
     servers.set_urls(controller.server_urls)  # a server may have restarted meanwhile
     controller.attach(system)
     try:
@@ -327,6 +333,8 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
                 start(beside, dump.run())
             await PIPELINES[config.pipeline](system)
             workers.close()
+            for task in returning:  # nobody needs a server any more
+                task.cancel()
     finally:
         if searcher is not None:
             searcher.close()
@@ -354,26 +362,30 @@ async def bring_back(
     """Bring a restarted rollout server back: tell all workers its URL, and load the weights that the other servers
     serve.
 
-    If that fails, try again after `BRING_UP_AGAIN_S`, as long as the server is a member of the run.
+    If that fails, try again after `BRING_UP_AGAIN_S`, as long as the server is a member of the run. Each new reason is
+    recorded once.
     """
     servers.set_urls(controller.server_urls)
     workers.tell(controller.env_workers, messages.ServersChanged(server_urls=controller.server_urls))
+    told = ""
     while url in controller.server_urls:
         try:
             await servers.bring_up(url)
             recorder.event("server_back", url=url)
             return
         except (RolloutError, Stalled) as error:
-            recorder.event("server_lost", url=url, why=str(error))
+            if told != (told := str(error)):
+                recorder.event("server_lost", url=url, why=told)
         await asyncio.sleep(BRING_UP_AGAIN_S)
 
 
-def start(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
+def start(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
     """Start `work` as a background task, unless the run has ended meanwhile."""
     try:
-        tasks.create_task(work)
+        return tasks.create_task(work)
     except RuntimeError:
         work.close()
+        return None
 
 
 def played_before(run_dir: Path, source: TaskSource, *, max_groups: int) -> list[tuple[Task, list[int]]]:
@@ -397,7 +409,10 @@ def in_thread(tasks: asyncio.TaskGroup) -> Background:
         with warn_if_stalled(FIT_S, waiter="controller", resource="new predictions", holder="the length predictor"):
             use(await asyncio.to_thread(compute))
 
-    return lambda compute, use: start(tasks, fit(compute, use))
+    def background(compute: Callable[[], object], use: Callable[[object], None]) -> None:
+        start(tasks, fit(compute, use))
+
+    return background
 
 
 async def conclude(system: System) -> None:

@@ -41,6 +41,8 @@ from penstock.rollout.servers import CONFLICT, connect
 from penstock.rollout.session import KEEP_ALIVE_S, HttpSession, RolloutError, open_session
 from penstock.runtime.http_server import bind, listening, url_of
 from penstock.supervisor.child import Child
+from penstock.supervisor.run_journal import read_state
+from penstock.supervisor.states import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +108,10 @@ async def serve(child: Child, config: Config) -> None:
         async with engine_of(child, config) as (url, process):
             client, is_only = connect(config.rollout.engine, url, session), len(config.rollout.urls) < 2
             claim = ServerClaim(client, child.run_id, secret, is_only=is_only)
-            await await_server(config, claim, process)
+            if config.rollout.urls and is_running(child):
+                logger.info("joins the run again; clients use the server at %s once it answers", url)
+            else:
+                await await_server(config, claim, process)
             metrics = EngineMetrics(child.name, config, url, session)
             async with (
                 claim.renewed(),
@@ -252,6 +257,12 @@ def environment(config: Config, number: int) -> dict[str, str]:
     wanted = VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": str(config.rollout.torch_threads)} | inherited
     api_key = {"VLLM_API_KEY": config.rollout.api_key} if config.rollout.api_key else {}
     return wanted | of_foreign_server(config, number) | api_key
+
+
+def is_running(child: Child) -> bool:
+    """Return whether all processes of the run have started before, so this one takes the place of one that ended. A
+    server that does not answer then is lost, as for its clients, which need no new start of this process."""
+    return (read_state(child.run_dir) or {}).get("status") == RunState.RUNNING
 
 
 def free_port() -> int:
