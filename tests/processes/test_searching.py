@@ -16,7 +16,7 @@ import yaml
 from penstock.config import Config
 from penstock.config.tunable import movable, settings_of
 from penstock.ports.settings_search import Answer, PlayedGroup, Question
-from penstock.processes.searching import LEAST_CPU_S, START_CPU_S, ProcessSearcher
+from penstock.processes.searching import ENOUGH, LEAST_CPU_S, START_CPU_S, ProcessSearcher
 from penstock.rollout.costs import StepCosts
 from penstock.simulator.search_process import PRIORITY, SearchRequest
 from penstock.types import EpisodeId, EpisodeSummary
@@ -106,13 +106,19 @@ def test_a_search_that_may_take_no_time_is_postponed(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-async def test_a_search_that_was_cut_short_has_twice_the_time_next(
+async def test_a_search_that_was_cut_too_short_has_twice_the_time_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However fast the machine is: the child says that it has used all its time."""
-    one = searcher(tmp_path)
+    one, num_simulated = searcher(tmp_path), ENOUGH - 1
     decoder = msgspec.msgpack.Decoder(SearchRequest)
-    monkeypatch.setattr(one, "_ask", lambda request: Answer(reason="", cpu_s=decoder.decode(request).max_cpu_s))
+    monkeypatch.setattr(
+        one,
+        "_ask",
+        lambda request: Answer(
+            reason="", cpu_s=decoder.decode(request).max_cpu_s, was_cut=True, num_simulated=num_simulated
+        ),
+    )
 
     async def is_postponed(allowed_s: float) -> bool:
         run_cpu_s = (one.cpu_s + START_CPU_S + allowed_s) / 0.02
@@ -121,7 +127,10 @@ async def test_a_search_that_was_cut_short_has_twice_the_time_next(
 
     assert not await is_postponed(1.1 * LEAST_CPU_S)
     assert await is_postponed(2.1 * LEAST_CPU_S)
+    num_simulated = ENOUGH
     assert not await is_postponed(2.3 * LEAST_CPU_S)
+    assert await is_postponed(2.2 * LEAST_CPU_S)
+    assert not await is_postponed(2.4 * LEAST_CPU_S)
 
 
 def test_a_child_that_dies_costs_one_search(tmp_path: Path) -> None:

@@ -259,6 +259,25 @@ def test_a_postponed_search_is_asked_again() -> None:
     assert run.tuning.why_due == "the last search was postponed"
 
 
+def test_searches_that_are_cut_short_go_on_until_every_setting_was_tried() -> None:
+    run = Run()
+    names = list(run.tuning._movable)
+    assert len(names) > 4
+
+    def ask(left_out: list[str]) -> list[str]:
+        run.steps(FIRST + 1)
+        asked = run.tuning.question([], update_s=0.0, knows_lengths=False).movable
+        run.tuning.take(Answer(reason="cut", left_out=left_out, was_cut=True))
+        run.steps(FIRST)
+        return list(asked)
+
+    assert ask(names[2:]) == names
+    assert run.tuning.why_due == f"the last search did not come to {', '.join(names[2:])}"
+    assert ask([*names[:2], *names[4:]]) == [*names[2:], *names[:2]]
+    assert ask(names[:4]) == [*names[4:], *names[:4]]
+    assert not run.tuning.why_due
+
+
 def test_samples_do_not_become_older_while_the_effective_sample_size_is_low() -> None:
     run = Run()
     run.steps(FIRST + 1, ess=0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -115,6 +116,23 @@ def test_samples_do_not_become_staler_when_they_may_not() -> None:
 def test_a_search_ends_when_its_processor_time_is_spent() -> None:
     found = search_of(config(), max_cpu_s=1e-6).run()
     assert found.num_simulated <= 3
+
+
+def test_a_search_that_is_cut_short_keeps_the_best_change_so_far() -> None:
+    """On a clock that goes on by one with each simulated group."""
+    names = ("redundancy", "max_running", "dispatch", "max_staleness")
+    clock = itertools.count(1)
+    whole = search_of(config(), movable=names, clock=lambda: next(clock)).run()
+    assert not whole.was_cut and not whole.left_out
+    answers = {}
+    for share in (0.02, 0.5, 0.9):
+        clock = itertools.count(1)
+        most = share * whole.cpu_s
+        answers[share] = search_of(config(), movable=names, clock=lambda clock=clock: next(clock), max_cpu_s=most).run()
+        assert answers[share].was_cut and answers[share].cpu_s < 1.1 * most + 10
+    assert not answers[0.02].changes and answers[0.02].left_out == list(names)
+    assert answers[0.5].changes and 0 < len(answers[0.5].left_out) < len(names)
+    assert answers[0.9].gain >= answers[0.5].gain > 1.05
 
 
 def test_a_search_does_not_wait_for_a_simulation_that_takes_too_long() -> None:

@@ -23,6 +23,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
     """The settings in force."""
     movable: Sequence[str]
+    """Names of the settings that may change, in the order in which they are to be tried."""
     groups: Sequence[PlayedGroup]
     """The latest groups, the oldest first."""
     calls: Sequence[tuple[int, int, bool, float]]
@@ -53,6 +54,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     num_simulated: int = 0
     """Number of simulated runs."""
     cpu_s: float = 0.0
+    left_out: Sequence[str] = ()
+    """Settings that the search did not come to."""
+    was_cut: bool = False
+    """Whether the search ended because its processor time was used up."""
     was_postponed: bool = False
     """Whether the search has not begun, because searches may take no more processor time now."""
 

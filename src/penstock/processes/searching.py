@@ -18,8 +18,8 @@ from penstock.simulator.search_process import OVERRUN, SearchAnswerer, SearchReq
 ANSWERER = f"{SearchAnswerer.__module__}:{SearchAnswerer.__name__}"
 START_CPU_S, LEAST_CPU_S = 0.6, 0.5
 """Processor time that the start of the child is charged with, and the least that a search must be allowed."""
-CUT = 0.95
-"""Share of the allowed processor time above which a search counts as cut short."""
+ENOUGH = 8
+"""Simulated runs from which on a search that was cut short has not wasted its time: the next one may be as short."""
 MAX_CPU_S = 120.0
 """Bound on the processor time of one search."""
 SLOWER = 60.0
@@ -44,7 +44,7 @@ class ProcessSearcher:
         self._starting, self._is_closed = threading.Lock(), False
         self._costs_before: Mapping[str, float] = {}
         self._least_s = LEAST_CPU_S
-        """Least processor time for the next search: what the latest one took, or twice as much if it was cut short."""
+        """Least processor time for the next search: what the latest one took, or twice as much if it was cut early."""
         self.cpu_s = 0.0
         """Processor time of all searches so far."""
 
@@ -61,7 +61,7 @@ class ProcessSearcher:
         try:
             async with deadline(SLOWER * limit_s, waiter="controller", resource="better settings", holder="the search"):
                 found = await asyncio.to_thread(self._ask, msgspec.msgpack.encode(request))
-            needed_s = 2 * limit_s if found.cpu_s >= CUT * limit_s else found.cpu_s
+            needed_s = 2 * limit_s if found.was_cut and found.num_simulated < ENOUGH else found.cpu_s
             self._least_s = min(max(LEAST_CPU_S, needed_s), MAX_CPU_S)
         except (EOFError, OSError, Stalled) as error:
             self._end_child()

@@ -136,6 +136,8 @@ class Tuning:
         self._steps_since_search = 0
         self._searched: Profile | None = None
         self._is_searching = self._said_nothing = False
+        self._untried: Sequence[str] = ()
+        """Settings that searches that were cut short have not come to. The next one begins with them."""
         self._again = self._why = ""
         """Why to search again soon, empty if there is no reason; and why the latest search began."""
         self.state = State()
@@ -237,7 +239,7 @@ class Tuning:
         efficiency, least = self._sample_efficiency, self._settings.min_sample_efficiency
         return Question(
             settings=self.in_force,
-            movable=self._movable,
+            movable=sorted(self._movable, key=lambda name: name not in self._untried),
             groups=list(self._groups),
             calls=list(calls),
             update_s=update_s,
@@ -257,6 +259,9 @@ class Tuning:
         if answer.was_postponed:
             self._again = "the last search was postponed"
             return None
+        self._untried = [name for name in self._untried or self._movable if name in answer.left_out]
+        if self._untried:
+            self._again = f"the last search did not come to {', '.join(self._untried)}"
         if not answer.changes:
             if self._said_nothing:
                 return None

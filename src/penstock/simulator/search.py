@@ -4,6 +4,9 @@ just played.
 The search changes one setting at a time, on the same tasks, and combines the changes that help. The best combination
 and the settings in force are then simulated again on other tasks, so that luck promises nothing. A change is allowed
 only if the trained lengths stay those of the data, and if no sample becomes staler than the run may take.
+
+A search whose processor time is used up keeps the best change so far. It says which settings it did not reach, so that
+the next one begins with them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass, field
 from statistics import harmonic_mean
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from penstock.config import Config, EngineModelConfig, SimulatorConfig, WorkloadConfig
@@ -99,15 +103,15 @@ class OutOfTime(Exception):
 
 
 class TimedWorkload:
-    """A workload that raises `OutOfTime` when the processor time of this process has passed a moment."""
+    """A workload that raises `OutOfTime` when a clock has passed a moment."""
 
-    def __init__(self, workload: Workload, *, until: float) -> None:
+    def __init__(self, workload: Workload, clock: Callable[[], float], *, until: float) -> None:
         self.max_tokens, self.max_turns = workload.max_tokens, workload.max_turns
-        self._workload, self._until = workload, until
+        self._workload, self._clock, self._until = workload, clock, until
         self.task_id = workload.task_id
 
     def plan(self, index: int, attempt: int) -> Plan:
-        if time.process_time() > self._until:
+        if self._clock() > self._until:
             raise OutOfTime
         return self._workload.plan(index, attempt)
 
@@ -132,6 +136,7 @@ class Search:
     workload: Callable[[int, int], Workload]
     """workload(members of a group, seed)."""
     movable: Sequence[str]
+    """Names of the settings that may change, in the order in which they are tried."""
     trust: Mapping[str, float] = field(default_factory=dict)
     rejected: Sequence[Mapping[str, Any]] = ()
     max_staleness: int
@@ -145,16 +150,26 @@ class Search:
     num_simulated: int = 0
     tried: list[Candidate] = field(default_factory=list)
     """All candidates on the first tasks."""
-    _began: float = field(default_factory=time.process_time)
+    clock: Callable[[], float] = time.process_time
+    _began: float = 0.0
+    _was_cut: bool = False
+    _reached: set[str] = field(default_factory=set)
 
     def run(self) -> Answer:
         """Return the best change."""
-        found: list[Answer] = []
+        self._began = self.clock()
         try:
-            found.append(self._run())
-        except* OutOfTime:
-            found.append(self._nothing(f"the search has used its {self.max_cpu_s:.3g} s of processor time"))
-        return found[0]
+            found = self._run()
+        except OutOfTime:
+            self._was_cut = True
+            found = self._nothing(f"the search has used its {self.max_cpu_s:.3g} s of processor time")
+        return msgspec.structs.replace(
+            found,
+            num_simulated=self.num_simulated,
+            cpu_s=self.clock() - self._began,
+            left_out=[name for name in self.movable if self._was_cut and name not in self._reached],
+            was_cut=self._was_cut,
+        )
 
     def _run(self) -> Answer:
         seed = self.config.seed
@@ -193,20 +208,21 @@ class Search:
                 "predicted_staleness": best.measures.staleness_mean,
             },
             reason=f"{promise} predicted by {self.num_simulated} simulated runs",
-            num_simulated=self.num_simulated,
-            cpu_s=time.process_time() - self._began,
         )
 
     def _nothing(self, reason: str) -> Answer:
-        cpu_s = time.process_time() - self._began
-        reason = f"{reason}: {self.num_simulated} simulated runs"
-        return Answer(reason=reason, num_simulated=self.num_simulated, cpu_s=cpu_s)
+        return Answer(reason=f"{reason}: {self.num_simulated} simulated runs")
 
     @property
     def _is_over(self) -> bool:
         """Return whether only the time for the check of the best candidate is left."""
-        spent_s = time.process_time() - self._began
-        return spent_s * (1 + CHECKS / self.num_simulated) >= self.max_cpu_s
+        self._was_cut = self._was_cut or self.clock() - self._began + self._checks_s >= self.max_cpu_s
+        return self._was_cut
+
+    @property
+    def _checks_s(self) -> float:
+        """Return the time that the check of the best candidate will take."""
+        return CHECKS * (self.clock() - self._began) / max(self.num_simulated, 1)
 
     def _single(self, name: str, now: Candidate, seed: int) -> Iterator[Candidate]:
         """Simulate each other value of one setting."""
@@ -216,6 +232,8 @@ class Search:
             found = self._allowed({name: value}, now, seed)
             if found is not None:
                 yield found
+        if not self._was_cut:
+            self._reached.add(name)
 
     def _values(self, name: str) -> Iterator[Any]:
         """Return the values to try of a setting, without the one in force."""
@@ -257,7 +275,11 @@ class Search:
         """Simulate changes. Return None if they have been rejected, or would train other samples than the run may."""
         if any(dict(each).items() <= changes.items() for each in self.rejected) or self._is_over:
             return None
-        found = self._simulate(changes, seed)
+        try:
+            found = self._simulate(changes, seed, spare_s=self._checks_s)
+        except OutOfTime:
+            self._was_cut = True
+            return None
         num_groups = found.measures.steps * slice_of(self.config)[0].trainer.groups_per_step
         certain = critical_distance(num_groups, num_groups)
         most_ks = max(MAX_KS, certain, now.measures.length_ks_trained_population + KS_SLACK)
@@ -285,11 +307,19 @@ class Search:
     def _trusted_gain(self, each: Candidate, now: Candidate) -> float:
         return 1 + (each.speed / max(now.speed, 1e-12) - 1) * self._trust(each)
 
-    def _simulate(self, changes: dict[str, Any], seed: int) -> Candidate:
+    def _simulate(self, changes: dict[str, Any], seed: int, *, spare_s: float = 0.0) -> Candidate:
+        """Simulate a run with these changes. Raises `OutOfTime` if no more than `spare_s` would be left."""
         self.num_simulated += 1
         config = slice_of(with_settings(self.config, changes))[0]
-        workload = TimedWorkload(self.workload(config.env.num_members, seed), until=self._began + self.max_cpu_s)
-        run = simulate(config, workload, seed=seed)
+        until = self._began + self.max_cpu_s - spare_s
+        workload = TimedWorkload(self.workload(config.env.num_members, seed), self.clock, until=until)
+        run = None
+        try:
+            run = simulate(config, workload, seed=seed)
+        except* OutOfTime:
+            pass
+        if run is None:
+            raise OutOfTime
         return Candidate(changes, measure(run, workload, shares_devices=config.scheduler.mode == "colocated"))
 
 
