@@ -36,6 +36,8 @@ from penstock.types import EpisodeState, Task, WeightsHandle
 
 MAX_LEARNED_GROUPS = 20_000
 """Most groups from which a new controller learns lengths. It is enough for any predictor, and takes under a minute."""
+AGAIN_S = 1.0
+"""Wait before weights are published or restored again, after no server could get them."""
 FIRST_VERSION = 0
 """Version of the weights that a run begins with."""
 LEARNED_AT_ONCE = 100
@@ -104,7 +106,7 @@ async def regain_weights(system: System) -> None:
             system.scheduler.mark_served(handle.policy_version)
             return
         except TrainerLost:
-            continue
+            await asyncio.sleep(AGAIN_S)
     await rewind(system)
 
 
@@ -123,7 +125,7 @@ async def rewind(system: System) -> None:
             await system.update_servers(handle)
             break
         except TrainerLost:
-            continue
+            await asyncio.sleep(AGAIN_S)
     system.scheduler.restoring.rewind(handle.policy_version, lost, lambda record: _task(system, record))
     system.update_pool()
     system.scheduler.mark_served(handle.policy_version)

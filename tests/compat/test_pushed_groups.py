@@ -11,7 +11,7 @@ import pytest
 
 from penstock.compat.pushed_groups import Provenance, ProvenanceMatch, PushedGroup, parse, read_group
 from penstock.config import Config
-from penstock.rollout.generation_cache import GenerationCache
+from penstock.rollout.generation_cache import GenerationCache, Prefixes
 from penstock.samples import Segment, Trajectory, VersionSpan
 from penstock.types import EpisodeId, FinishReason, Sampling
 
@@ -190,6 +190,12 @@ def test_what_nobody_remembers_counts_as_said_by_the_oldest_policy(
     assert flat(traced, 1)["logprobs"] == [-0.12], "what is known needs no help"
 
 
+def test_prefixes_are_looked_up_one_after_the_other() -> None:
+    ids = [3, 1, 2**31 - 1, 5]
+    walked = Prefixes(ids)
+    assert [walked.key(n) for n in (0, 1, 1, 3, 4)] == [Prefixes(ids[:n]).key(n) for n in (0, 1, 1, 3, 4)]
+
+
 def test_a_group_of_which_nothing_is_known_is_refused(remembered: GenerationCache) -> None:
     with pytest.raises(ValueError, match=r"inference_logprobs are missing, .* no token can be trained"):
         trace(remembered, tokens=[[1, 2, 50], [1, 2, 51]], masks=[[-100, -100, 50], [-100, -100, 51]])
@@ -204,7 +210,7 @@ def test_what_was_said_longest_ago_is_forgotten_first() -> None:
     remembered = GenerationCache(max_tokens=4)
     for prompt in range(4):
         remembered.add([prompt], said([10, 11]), Sampling())
-    assert [len(remembered.answers([prompt])) for prompt in range(4)] == [0, 0, 1, 1]
+    assert [len(remembered.answers(Prefixes([prompt]), 1)) for prompt in range(4)] == [0, 0, 1, 1]
 
 
 def test_a_group_needs_no_more_than_tokens_masks_and_scores() -> None:

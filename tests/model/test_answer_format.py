@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -210,6 +211,10 @@ def tool(schema: Any) -> dict[str, Any]:
         ({"type": "boolean"}, "true", True),
         ({}, "x", "x"),
         (None, "3", 3),
+        ({"enum": 5, "anyOf": {"type": "string"}}, "3", "3"),
+        ({"type": 5, "enum": {"a": "b"}, "oneOf": [None, 7, []]}, "3", 3),
+        ({"anyOf": [{"type": "integer"}] * 20_000 + [{"type": "string"}]}, "3", 3),
+        (functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(5000), {"type": "string"}), "3", 3),
     ],
 )
 def test_arguments_between_tags_become_what_the_schema_says(schema: Any, written: str, value: Any) -> None:

@@ -89,6 +89,13 @@ def unfinished(output_ids: list[int]) -> dict[str, Any]:
     return found
 
 
+def scored(output_ids: list[int], scored_ids: list[int], logprobs: list[float | None]) -> dict[str, Any]:
+    found = reply(output_ids, [-1.0] * len(output_ids))
+    triples = [[logprob, token, None] for logprob, token in zip(logprobs, scored_ids, strict=True)]
+    found["meta_info"]["output_token_logprobs"] = triples
+    return found
+
+
 @asynccontextmanager
 async def answering(body: bytes | dict[str, Any], *, status: int = 200) -> AsyncIterator[RolloutClient]:
     """The client of a server that answers everything so."""
@@ -119,6 +126,9 @@ async def answering(body: bytes | dict[str, Any], *, status: int = 200) -> Async
         (reply([2**31], [-1.0]), 200, "returned numbers that are no tokens"),
         (reply([2**70], [-1.0]), 200, "returned numbers that are no tokens|unexpected body"),
         (unfinished([5, 6]), 200, "returned an answer that is not finished"),
+        (scored([5, 6], [5, 7], [-1.0, -1.0]), 200, "returned log-probabilities of other tokens than it sampled"),
+        (scored([5, 6], [5, 5, 6], [-1.0, None, -1.0]), 200, "of other tokens than it sampled"),
+        (scored([5, 6], [5, 6], [-1.0, None]), 200, "or none, as log-probabilities"),
     ],
 )
 async def test_a_reply_that_cannot_be_trained_is_refused(body: dict[str, Any], status: int, message: str) -> None:

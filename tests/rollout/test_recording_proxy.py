@@ -10,7 +10,7 @@ import pytest
 from scripted_policy import ScriptedPolicy
 
 from penstock.deadline import Stalled
-from penstock.rollout.generation_cache import GenerationCache
+from penstock.rollout.generation_cache import GenerationCache, Prefixes
 from penstock.rollout.http import Refused
 from penstock.rollout.recording_proxy import RecordingProxy, ServedVersions
 from penstock.rollout.request import GenerateRequest, SamplingParams
@@ -42,9 +42,16 @@ def request(**changes: Any) -> GenerateRequest:
     return GenerateRequest(**(settings | changes))
 
 
-def relay(policy: Any, remembered: GenerationCache | None = None, *, is_open: bool = True) -> RecordingProxy:
+def relay(
+    policy: Any, remembered: GenerationCache | None = None, *, is_open: bool = True, published: int = 9
+) -> RecordingProxy:
     return RecordingProxy(
-        policy, remembered or GenerationCache(), name="outside", max_context=16, is_open=lambda: is_open
+        policy,
+        remembered or GenerationCache(),
+        name="outside",
+        max_context=16,
+        is_open=lambda: is_open,
+        published=lambda: published,
     )
 
 
@@ -54,9 +61,9 @@ async def test_what_it_says_is_remembered_by_its_prompt() -> None:
     params = SamplingParams(temperature=0.5)
     segments = await through.generate(request(params=params, max_new_tokens=(8, 8), seeds=(1, 2)))
     assert [segment.token_ids for segment in segments] == [[5, 6], [7]]
-    found = remembered.answers([1, 2])
+    found = remembered.answers(Prefixes([1, 2]), len([1, 2]))
     assert [each.segment() for each in found] == segments[::-1]
-    assert {each.sampling.temperature for each in found} == {0.5} and remembered.answers([1]) == []
+    assert {each.sampling.temperature for each in found} == {0.5} and remembered.answers(Prefixes([1]), len([1])) == []
     assert through.policy_version == 4
 
 
@@ -83,7 +90,7 @@ async def test_an_answer_ends_where_its_caller_wants_it_to(stop: dict[str, Any])
     (segment,) = await relay(ScriptedPolicy([[5, 6, 7]], policy_version=4), remembered).generate(request(**stop))
     assert segment.token_ids == [5, 6] and segment.finish_reason == "stop"
     assert segment.spans == [VersionSpan(4, 0, 2)] and len(segment.logprobs) == 2
-    assert remembered.answers([1, 2])[0].segment().token_ids == [5, 6]
+    assert remembered.answers(Prefixes([1, 2]), len([1, 2]))[0].segment().token_ids == [5, 6]
 
 
 @pytest.mark.parametrize(
@@ -125,9 +132,18 @@ def test_the_oldest_policy_that_may_have_spoken_since_then() -> None:
     served = ServedVersions()
     assert served.oldest_since(0.0) == served.newest == NO_VERSION
     for now, version in ((10.0, 3), (20.0, 4), (21.0, 4), (30.0, 6)):
-        served.note([piece(5, version=version, reason="stop")], now=now)
+        served.note([piece(5, version=version, reason="stop")], published=6, now=now)
     assert [served.oldest_since(then) for then in (0.0, 15.0, 20.0, 29.0, 40.0)] == [3, 3, 4, 4, 6]
     assert served.newest == 6
+
+
+async def test_a_server_that_claims_versions_that_do_not_exist_changes_nothing() -> None:
+    policy = ScriptedPolicy([[5]] * 4, policy_version=2**31 - 1)
+    through = relay(policy, published=3)
+    for claimed, newest in ((2**31 - 1, 0), (3, 3), (4, 3), (9000, 3)):
+        policy.policy_version = claimed
+        await through.generate(request())
+        assert through.policy_version == newest
 
 
 async def test_answers_that_were_asked_for_together_all_come() -> None:

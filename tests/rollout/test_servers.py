@@ -325,6 +325,27 @@ async def test_a_server_that_cannot_get_at_the_weights_is_left_behind(
         await servers.close()
 
 
+async def test_a_server_that_is_away_may_still_get_at_the_weights(
+    line: Line, other: EngineRunner, hurried: None
+) -> None:
+    """The other one cannot. The trainer is not lost before the one that is away has come back and was asked."""
+    async with serve(other) as second:
+        away = Line(second)
+        await away.server.start_server()
+        servers = Servers([line.url, away.url])
+        away.cut, line.failing = True, ("/weights/begin", 424)
+        await servers.forget_weights()  # which the one that is away does not hear: it is lost
+        updating = asyncio.create_task(servers.update_weights(make_handle(6)))
+        while line.num_begun < 2:  # noqa: ASYNC110 - the server has no event for it
+            await asyncio.sleep(0.01)
+        assert not updating.done()
+        away.cut = False
+        await updating
+        assert other.policy_version == 6
+        await servers.close()
+        await away.close()
+
+
 async def test_weights_that_no_server_can_get_at_are_lost(line: Line) -> None:
     servers = Servers([line.url])
     line.failing = ("/weights/begin", 424)

@@ -33,7 +33,7 @@ def works(settings: Config) -> list[Work]:
     """What the first training and held-out tasks are handed out as."""
     leases, held_out = Leases(settings), held_out_tasks(settings)
     tasks = [*TaskStream(open_tasks(settings), held_out=held_out).take(40), *held_out]
-    return [leases.work(group_of(task, number=number), range(8)) for number, task in enumerate(tasks)]
+    return [leases.work(group_of(task, number=number), range(8), policy_version=0) for number, task in enumerate(tasks)]
 
 
 def test_the_same_seed_gives_the_same_work_byte_for_byte() -> None:
@@ -44,9 +44,9 @@ def test_the_same_seed_gives_the_same_work_byte_for_byte() -> None:
 def test_members_and_attempts_share_a_world_and_sample_apart() -> None:
     task = Task(task_id="t", tag="game", index=3)
     leases, group = Leases(config()), group_of(task)
-    first = leases.work(group, range(8))
+    first = leases.work(group, range(8), policy_version=0)
     group.attempt, group.num_failures = 1, 1
-    second = leases.work(group, range(8))
+    second = leases.work(group, range(8), policy_version=0)
     both = [*first.leases, *second.leases]
     assert len({lease.env_seed for lease in both}) == 1
     assert len({lease.sampling_seed for lease in both}) == 16
@@ -77,7 +77,7 @@ def test_arithmetic_seeds_are_those_of_the_rule_and_collide() -> None:
 )
 def test_work_is_on_the_terms_of_its_tag(tag: str, purpose: Purpose, tokens: int, temperature: float) -> None:
     task = Task(task_id="t", tag=tag, index=0, purpose=purpose)
-    work = Leases(config(temperature=0.9)).work(group_of(task), range(8))
+    work = Leases(config(temperature=0.9)).work(group_of(task), range(8), policy_version=0)
     assert (work.sampling.max_new_tokens, work.sampling.temperature) == (tokens, temperature)
     assert set(work.max_tokens) == {tokens}
     assert work.keep_text == (purpose == "eval")

@@ -31,7 +31,7 @@ from penstock.config import Config
 from penstock.envs.pushed_group_exchange import ScoredEpisode
 from penstock.envs.rewards.reward import check_number
 from penstock.model.chat import ChatTokenizer
-from penstock.rollout.generation_cache import CachedAnswer, GenerationCache
+from penstock.rollout.generation_cache import CachedAnswer, GenerationCache, Prefixes
 from penstock.samples import Segment, Turn, VersionSpan
 
 UNTRAINED = -100
@@ -125,6 +125,7 @@ class _Sequence(NamedTuple):
     answered: list[tuple[int, int]]
     """[start, end) of each span of the policy's tokens."""
     logprobs: list[float]
+    prefixes: Prefixes
 
 
 class Provenance:
@@ -145,7 +146,7 @@ class Provenance:
             bounds = np.flatnonzero(np.diff(np.asarray(data.masks[number]) != UNTRAINED, prepend=False, append=False))
             logprobs = data.inference_logprobs[number] if data.inference_logprobs else [math.nan] * len(tokens)
             spans = [(int(start), int(end)) for start, end in bounds.reshape(-1, 2)]
-            sequence = _Sequence(number, tokens, spans, logprobs)
+            sequence = _Sequence(number, tokens, spans, logprobs, Prefixes(tokens))
             episodes.append(self._episode(sequence, data.scores[number], oldest_version, counts))
         if not any(np.isfinite(segment.logprobs).any() for each in episodes for segment in _segments(each)):
             raise ValueError(
@@ -192,7 +193,7 @@ class Provenance:
     def _find(self, sequence: _Sequence, start: int, end: int) -> tuple[Segment | None, int] | None:
         """Return the recorded answer that begins at `start`, and the number of the sequence's tokens that it covers.
         The answer is None if it is to be left out. The result is None if there is no record."""
-        answers = self._cache.answers(sequence.tokens[:start])
+        answers = self._cache.answers(sequence.prefixes, start)
         pushed = sequence.tokens[start:end]
         best = max(answers, key=lambda answer: _num_equal(answer, pushed), default=None)
         if best is None:

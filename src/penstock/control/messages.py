@@ -26,7 +26,7 @@ from penstock.types import (
 )
 from penstock.version_history import VersionHistory
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Grows when a change of these messages makes processes of different versions misunderstand each other. `Hello`,
 `Refused` and their envelope stay as they are, so that a process of another version understands its refusal."""
 VERSION = f"{__version__}, protocol {PROTOCOL}"

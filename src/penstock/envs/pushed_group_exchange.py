@@ -60,6 +60,8 @@ class Exchange:
         self._last_offer_at = -math.inf
         self.has_begun = False
         """Whether a lease has ever arrived, so that training has begun."""
+        self.published = NO_VERSION
+        """Newest policy_version that leases have told of."""
         self.counts: Counter[str] = Counter()
         """Number of groups by outcome: `offered`, `refused`, `taken`, `stale`, and counts that the caller adds."""
 
@@ -99,6 +101,7 @@ class Exchange:
         lease: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
         self._leases.append(lease)
         self.has_begun = True
+        self.published = max(self.published, work.policy_version)
         self._match()
         trajectory = partial(Trajectory, task_id=work.task.task_id)
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -21,6 +22,8 @@ T = TypeVar("T")
 THINK, THOUGHT = "<think>", "</think>"
 LAST_TOKENS = 16
 """Tokens at the end of a prompt that hold `<think>` and the white space after it, if the prompt ends so."""
+MOST_PARTS = 64
+"""Most parts of a parameter's schema that are read for its types."""
 MOST_CALLS = 64
 """An answer with more calls is not read: it stays text."""
 
@@ -328,7 +331,7 @@ def _names(tools: Tools) -> list[Any]:
     return [each.get("name") for each in functions if isinstance(each, Mapping)]
 
 
-def _types(tool: str, key: str, tools: Tools) -> Sequence[str]:
+def _types(tool: str, key: str, tools: Tools) -> Sequence[object]:
     for each in tools:
         function = each.get("function", each)
         if isinstance(function, Mapping) and function.get("name") == tool:
@@ -339,17 +342,23 @@ def _types(tool: str, key: str, tools: Tools) -> Sequence[str]:
     return []
 
 
-def _declared(schema: object) -> list[str]:
-    """Return the types that a JSON schema allows."""
-    if not isinstance(schema, Mapping):
-        return []
-    declared = schema.get("type")
-    found = [declared] if isinstance(declared, str) else list(declared) if isinstance(declared, list) else []
-    for each in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(each)
-        found += [kind for part in (parts if isinstance(parts, list) else ()) for kind in _declared(part)]
-    values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
-    return [*found, *(["string"] if any(isinstance(value, str) for value in values) else [])]
+def _declared(schema: object) -> list[object]:
+    """Return the types that a JSON schema allows. Only its first `MOST_PARTS` parts are read."""
+    found, parts = list[object](), deque([schema])
+    for _ in range(MOST_PARTS):
+        if not parts:
+            break
+        if not isinstance(part := parts.popleft(), Mapping):
+            continue
+        found += _listed(part.get("type"))
+        values = [*_listed(part.get("enum")), part.get("const")]
+        found += ["string"] if any(isinstance(value, str) for value in values) else []
+        parts.extend(each for name in ("anyOf", "oneOf", "allOf") for each in _listed(part.get(name))[:MOST_PARTS])
+    return found
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
 
 
 _BETWEEN = re.compile(r"[;\s]*")

@@ -8,7 +8,17 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.seeding import nth_seed
-from penstock.types import EpisodeId, EpisodeLease, GroupAttempt, PayloadRef, Sampling, SegmentGrant, StopReason, Task
+from penstock.types import (
+    NO_VERSION,
+    EpisodeId,
+    EpisodeLease,
+    GroupAttempt,
+    PayloadRef,
+    Sampling,
+    SegmentGrant,
+    StopReason,
+    Task,
+)
 
 
 class PartialRollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +67,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     saved: tuple[PartialRollout, ...] = ()
     """Partial rollouts of members that another worker began or ended. These members continue instead of starting
     over."""
+    policy_version: int = NO_VERSION
+    """Version that the learner had trained when the work was made. No server has a newer one yet."""
     keep_text: bool = False
     """Whether summaries include the decoded last action (for evaluation samples)."""
 

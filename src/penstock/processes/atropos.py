@@ -63,7 +63,12 @@ async def open_exchange(child: Child, config: Config, policy: PolicyClient) -> A
     limit = config.scheduler.max_staleness
     exchange = Exchange(max_staleness=limit, newest=lambda: relay.served.newest, holder=lambda: atropos.holder())
     relay = RecordingProxy(
-        policy, cache, name=config.env.name, max_context=config.model.max_context, is_open=lambda: exchange.has_begun
+        policy,
+        cache,
+        name=config.env.name,
+        max_context=config.model.max_context,
+        is_open=lambda: exchange.has_begun,
+        published=lambda: exchange.published,
     )
     provenance = Provenance(cache, config, chat)
     atropos = Atropos(exchange, provenance, relay.served, config, child.run_id, child.run_dir)

@@ -31,7 +31,7 @@ from penstock.processes.report_checks import check_alone, check_in_run, episodes
 from penstock.processes.searching import ProcessSearcher
 from penstock.processes.worker_registry import WorkerRegistry
 from penstock.recovery import MAX_LEARNED_GROUPS
-from penstock.rollout.servers import Servers
+from penstock.rollout.servers import Backoff, Servers
 from penstock.rollout.session import RolloutError
 from penstock.scheduler.leases import COLLIDES
 from penstock.scheduler.length_prediction import Background
@@ -316,11 +316,12 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         recorder.event("lengths_learnt", groups=len(played), run=config.scheduler.length.learn_from)
     if config.env.seeds == "arithmetic":
         recorder.event("alarm", reason=COLLIDES)
-    returning: list[asyncio.Task[None]] = []
+    returning: dict[str, asyncio.Task[None] | None] = {}
 
     def server_is_back(url: str) -> None:
-        returned = start(beside, bring_back(url, controller, servers, workers, recorder))
-        returning[:] = [task for task in (*returning, returned) if task is not None and not task.done()]
+        if earlier := returning.get(url):
+            earlier.cancel()
+        returning[url] = start(beside, bring_back(url, controller, servers, workers, recorder))
 
     controller.server_is_back = server_is_back
     servers.set_urls(controller.server_urls)  # a server may have restarted meanwhile
@@ -333,8 +334,9 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
                 start(beside, dump.run())
             await PIPELINES[config.pipeline](system)
             workers.close()
-            for task in returning:  # nobody needs a server any more
-                task.cancel()
+            for task in returning.values():  # nobody needs a server any more
+                if task is not None:
+                    task.cancel()
     finally:
         if searcher is not None:
             searcher.close()
@@ -362,21 +364,22 @@ async def bring_back(
     """Bring a restarted rollout server back: tell all workers its URL, and load the weights that the other servers
     serve.
 
-    If that fails, try again after `BRING_UP_AGAIN_S`, as long as the server is a member of the run. Each new reason is
-    recorded once.
+    If that fails, try again after `BRING_UP_AGAIN_S`, twice as long after each failure, as long as the server is a
+    member of the run. No server gets weights meanwhile, and an attempt may take minutes. The first reason is recorded.
     """
     servers.set_urls(controller.server_urls)
     workers.tell(controller.env_workers, messages.ServersChanged(server_urls=controller.server_urls))
-    told = ""
+    failures, now = Backoff(), asyncio.get_running_loop().time
     while url in controller.server_urls:
         try:
             await servers.bring_up(url)
             recorder.event("server_back", url=url)
             return
         except (RolloutError, Stalled) as error:
-            if told != (told := str(error)):
-                recorder.event("server_lost", url=url, why=told)
-        await asyncio.sleep(BRING_UP_AGAIN_S)
+            if not failures.num_failed:
+                recorder.event("server_lost", url=url, why=str(error))
+            failures.fail(now(), unit=BRING_UP_AGAIN_S)
+        await asyncio.sleep(failures.retry_at - now())
 
 
 def start(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:

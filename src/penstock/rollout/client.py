@@ -5,6 +5,7 @@ Cancelling `generate` closes its connection. The server then aborts the request.
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,7 +133,10 @@ class ServerClient(ABC):
         segments = []
         for reply, grant in zip(replies, grants, strict=True):
             meta = reply.meta_info
-            logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs or () if logprob is not None]
+            scored = meta.output_token_logprobs or ()
+            logprobs = [math.nan if logprob is None else logprob for logprob, _, _ in scored]
+            if scored and [token for _, token, _ in scored] != reply.output_ids:
+                raise RolloutError(self.url, "returned log-probabilities of other tokens than it sampled", 200)
             if meta.finish_reason is None:
                 raise RolloutError(self.url, "returned an answer that is not finished", 200)
             reason = FINISH_REASONS[type(meta.finish_reason)]

@@ -51,7 +51,7 @@ class GenerationCache:
             return
         ids, logprobs = np.asarray(segment.token_ids, dtype=np.int32), np.asarray(segment.logprobs, dtype=np.float32)
         answer = CachedAnswer(ids, logprobs, tuple(segment.spans), segment.finish_reason, sampling)
-        key = _key(prompt_ids)
+        key = Prefixes(prompt_ids).key(len(prompt_ids))
         answers = self._answers.setdefault(key, [])
         answers.append(answer)
         self._answers.move_to_end(key)
@@ -62,10 +62,21 @@ class GenerationCache:
             _, forgotten = self._answers.popitem(last=False)
             self._num_tokens -= sum(len(each.token_ids) for each in forgotten)
 
-    def answers(self, prompt_ids: Sequence[int]) -> Sequence[CachedAnswer]:
-        """Return the answers to exactly this prompt, the latest first."""
-        return self._answers.get(_key(prompt_ids), [])[::-1]
+    def answers(self, tokens: Prefixes, length: int) -> Sequence[CachedAnswer]:
+        """Return the answers to the prompt that the first `length` tokens are, the latest first."""
+        return self._answers.get(tokens.key(length), [])[::-1]
 
 
-def _key(prompt_ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(np.asarray(prompt_ids, dtype=np.int64).tobytes(), digest_size=16).digest()
+class Prefixes:
+    """Tokens whose prefixes are looked up, each at least as long as the one before. All together cost one pass."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._ids = np.asarray(token_ids, dtype=np.int64)
+        self._hash, self._length = hashlib.blake2b(digest_size=16), 0
+
+    def key(self, length: int) -> bytes:
+        """Return the digest of the first `length` tokens."""
+        assert length >= self._length
+        self._hash.update(self._ids[self._length : length].tobytes())
+        self._length = length
+        return self._hash.copy().digest()

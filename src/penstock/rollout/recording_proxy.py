@@ -36,12 +36,20 @@ class RecordingProxy(AnswersOnly):
     """Generates with the weights that the servers hold, and records the answers. It numbers requests itself."""
 
     def __init__(
-        self, policy: PolicyClient, cache: GenerationCache, *, name: str, max_context: int, is_open: Callable[[], bool]
+        self,
+        policy: PolicyClient,
+        cache: GenerationCache,
+        *,
+        name: str,
+        max_context: int,
+        is_open: Callable[[], bool],
+        published: Callable[[], int],
     ) -> None:
-        """`is_open` returns whether the run has begun. Before that, `policy_version` is NO_VERSION."""
+        """`is_open` returns whether the run has begun. Before that, `policy_version` is NO_VERSION. `published` returns
+        the newest policy_version that servers may have."""
         self._policy, self._cache, self._name = policy, cache, name
         self.max_context = max_context
-        self._is_open = is_open
+        self._is_open, self._published = is_open, published
         self._numbers = itertools.count()
         self.served = ServedVersions()
 
@@ -76,7 +84,7 @@ class RecordingProxy(AnswersOnly):
             raise Refused(status if status < 500 else UNAVAILABLE, error.message) from error
         except Stalled as error:
             raise Refused(UNAVAILABLE, str(error)) from error
-        self.served.note(segments, now=asyncio.get_running_loop().time())
+        self.served.note(segments, published=self._published(), now=asyncio.get_running_loop().time())
         for number, segment in enumerate(segments):
             self._cache.add(request.prompt_ids, segment, sampling)
             if on_tokens is not None:
@@ -108,11 +116,6 @@ class RecordingProxy(AnswersOnly):
         return await self._policy.generate(prompt_ids, grants, sampling, seeds)
 
 
-MAX_STEPS = 10_000
-"""Largest distance between two versions of this run that answers show one after the other. A larger one is a mistake of
-a server."""
-
-
 class ServedVersions:
     """The times at which a newer policy_version first appeared in answers. Times are seconds of any clock."""
 
@@ -123,11 +126,12 @@ class ServedVersions:
     def newest(self) -> int:
         return self._changes[-1][1] if self._changes else NO_VERSION
 
-    def note(self, segments: Sequence[Segment], *, now: float) -> None:
-        """Note the newest policy_version of segments that were just sampled."""
-        version = max((span.policy_version for each in segments for span in each.spans), default=NO_VERSION)
-        is_next = not self._changes or version <= self.newest + MAX_STEPS
-        if version > self.newest and is_next:
+    def note(self, segments: Sequence[Segment], *, published: int, now: float) -> None:
+        """Note the newest policy_version of segments that were just sampled. Versions above `published`, the newest one
+        that the controller has told of, are ignored: a server may claim what it likes."""
+        versions = [span.policy_version for each in segments for span in each.spans]
+        version = max((each for each in versions if each <= published), default=NO_VERSION)
+        if version > self.newest:
             self._changes.append((now, version))
 
     def oldest_since(self, then: float) -> int:

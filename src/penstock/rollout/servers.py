@@ -383,7 +383,8 @@ class Servers:
                     await self._update_weights(handle)
                     break
                 except (RolloutError, Stalled) as error:
-                    if isinstance(error, RolloutError) and error.status == UNREACHABLE_WEIGHTS:
+                    is_unreachable = isinstance(error, RolloutError) and error.status == UNREACHABLE_WEIGHTS
+                    if is_unreachable and not self._any_away:
                         raise TrainerLost(str(error)) from None
                     is_final = not _is_lost(error) or _is_unfit(error)
                     if asyncio.get_running_loop().time() > limit or (is_final and not self._any_away):

@@ -184,7 +184,8 @@ class Dispatcher:
         pending = [member for member in group.members(EpisodeState.PENDING) if member in members]
         group.move_members(pending, EpisodeState.LEASED)
         self.capacity.take_grants(group, pending)
-        return Assignment(worker=group.worker, item=self._leases.work(group, members), reason=reason)
+        work = self._leases.work(group, members, policy_version=self._supply.trained_version)
+        return Assignment(worker=group.worker, item=work, reason=reason)
 
     @property
     def pacing_state(self) -> PacingState:

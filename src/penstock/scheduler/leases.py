@@ -39,8 +39,9 @@ class Leases:
         self._config = config
         self._decoding = DecodingLimits(config)
 
-    def work(self, group: ActiveGroup, members: Sequence[int]) -> Work:
-        """Return work for `members` of `group`. Members with partial rollouts continue from them."""
+    def work(self, group: ActiveGroup, members: Sequence[int], *, policy_version: int) -> Work:
+        """Return work for `members` of `group`. Members with partial rollouts continue from them. `policy_version`: the
+        one that the learner has trained."""
         task = group.task
         _, sampling = self._decoding.of(task)
         seed = stable_seed(self._config.seed, "sampling", task.purpose, task.tag, task.index, group.num_failures)
@@ -62,6 +63,7 @@ class Leases:
             deadline_s=self._config.env.episode_timeout_s,
             sampling=sampling,
             saved=tuple(msgspec.structs.replace(each, episode=group.episode_id(member)) for member, each in saved),
+            policy_version=policy_version,
             keep_text=task.purpose == "eval",
         )
 
