@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.samples import Sample, Segment, Trajectory, Turn, VersionSpan
+from penstock.samples import ROOT, Sample, Segment, Trajectory, Turn, VersionSpan, path_to
 from penstock.types import EpisodeId, FinishReason
 
 token_ids = st.integers(0, 2**31 - 1)
@@ -51,7 +53,7 @@ def test_a_flattened_trajectory_comes_back(turns: list[Turn], reward: float, end
     facts: dict[str, Any] = {"status": ended or "aborted", "temperature": 0.7}
     whole = Trajectory(episode=episode, task_id="t", turns=turns, reward=reward, **facts)
     flat = whole.flatten()
-    again = Trajectory.unflatten(flat, episode=episode, task_id="t", ended=ended is not None)
+    again = Trajectory.unflatten([flat], episode=episode, task_id="t", ended=ended is not None)
     assert fields(again.flatten()) == fields(flat)
     assert again.status == whole.status
     for name in ("prompt_tokens", "response_tokens", "version_min", "version_max"):
@@ -92,7 +94,7 @@ def test_a_saved_single_turn_is_one_turn() -> None:
     episode = EpisodeId("train", 0, 0, 0)
     turn = Turn(observation_ids=[1, 2], segments=cut)
     whole = Trajectory(episode=episode, task_id="t", turns=[turn], reward=0.0, status="completed")
-    again = Trajectory.unflatten(whole.flatten(), episode=episode, task_id="t", ended=False)
+    again = Trajectory.unflatten([whole.flatten()], episode=episode, task_id="t", ended=False)
     (turn,) = again.turns
     (segment,) = turn.segments
     assert (turn.observation_ids, segment.token_ids, segment.logprobs) == ([1, 2], [5, 6, 7], [-1.0, -2.0, -3.0])
@@ -103,7 +105,72 @@ def test_a_prompt_without_an_answer_is_one_open_turn() -> None:
     episode = EpisodeId("train", 0, 0, 0)
     turn = Turn(observation_ids=[1, 2], segments=[])
     whole = Trajectory(episode=episode, task_id="t", turns=[turn], reward=0.0, status="completed")
-    assert Trajectory.unflatten(whole.flatten(), episode=episode, task_id="t", ended=False).turns == [turn]
+    assert Trajectory.unflatten([whole.flatten()], episode=episode, task_id="t", ended=False).turns == [turn]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Trajectory:
+    """An episode whose turns continue any earlier one, or none. Each token of it is another one."""
+    drawn = draw(st.lists(turns, min_size=1, max_size=7))
+    numbers = itertools.count()
+    grown = [
+        Turn(
+            observation_ids=[next(numbers) for _ in turn.observation_ids],
+            segments=[replace(part, token_ids=[next(numbers) for _ in part.token_ids]) for part in turn.segments],
+            parent=draw(st.sampled_from([None, *range(ROOT, index)])),
+        )
+        for index, turn in enumerate(drawn)
+    ]
+    return Trajectory(episode=EpisodeId("train", 1, 2, 0), task_id="t", turns=grown, reward=1.0, status="completed")
+
+
+def trained(samples: list[Sample]) -> list[tuple[int, float, int]]:
+    """Every trained token with its log-probability and version."""
+    return [
+        (int(sample.token_ids[i]), float(sample.logprobs[i]), int(sample.versions[i]))
+        for sample in samples
+        for i in np.flatnonzero(sample.loss_mask)
+    ]
+
+
+def sampled(whole: Trajectory, indexes: Iterable[int]) -> list[tuple[int, float, int]]:
+    return [
+        (token, float(np.float32(logprob)), span.policy_version)
+        for index in indexes
+        for part in whole.turns[index].segments
+        for span in part.spans
+        for token, logprob in list(zip(part.token_ids, part.logprobs, strict=True))[span.start : span.end]
+    ]
+
+
+@given(whole=trees())
+def test_whatever_the_tree_each_sampled_token_is_trained_at_most_once(whole: Trajectory) -> None:
+    every = range(len(whole.turns))
+    for formulation, indexes in (
+        ("branches", every),
+        ("step", every),
+        ("trajectory", path_to(whole.turns, len(every) - 1)),
+    ):
+        samples = whole.formulate(formulation)  # type: ignore[arg-type]
+        assert sorted(trained(samples)) == sorted(sampled(whole, indexes))
+        for sample in samples:
+            trail = [tokens for path in whole.branches() if (tokens := context(whole, path))]
+            given_ids = sample.token_ids.tolist()
+            assert any(given_ids == tokens[: len(given_ids)] for tokens in trail) or not given_ids
+    assert fields(Sample.overlaid(whole.formulate("branches"))) == fields(whole.flatten())
+    assert fields(Sample.overlaid(whole.formulate("step"))) == fields(whole.flatten())
+
+
+def context(whole: Trajectory, path: list[int]) -> list[int]:
+    return [token for index in path for token in (*whole.turns[index].observation_ids, *whole.turns[index].token_ids)]
+
+
+@given(whole=trees())
+def test_saved_branches_come_back(whole: Trajectory) -> None:
+    saved = [sample for sample in whole.formulate("branches") if len(sample.token_ids)]
+    again = Trajectory.unflatten(saved or whole.formulate("branches"), episode=whole.episode, task_id="t", ended=True)
+    found = [fields(sample) for sample in again.formulate("branches")] if saved else []
+    assert found == [fields(sample) for sample in saved]
 
 
 @given(turns=st.lists(turns, max_size=4))

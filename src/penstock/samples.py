@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
@@ -73,17 +73,48 @@ class Segment:
         )
 
 
+ROOT = -1
+"""Parent of a turn that begins a new context."""
+
+
+def parent_of(turns: Sequence[Turn], index: int) -> int:
+    """Return the index of the turn that a turn continues, `ROOT` if it continues none."""
+    parent = turns[index].parent
+    return index - 1 if parent is None else parent
+
+
+def path_to(turns: Sequence[Turn], last: int) -> list[int]:
+    """Return the indexes of the turns from the beginning of a context to the turn `last`; none for `ROOT`."""
+    found: list[int] = []
+    while last != ROOT:
+        found.append(last)
+        last = parent_of(turns, last)
+    return found[::-1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """Observation -> action. `observation_ids` are only the tokens that this turn added to the context."""
 
     observation_ids: list[int]
     segments: list[Segment]
+    parent: int | None = None
+    """Index of the turn whose context this turn continues, `ROOT` if it begins a new context. None: the turn before
+    it."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Return the tokens of the action."""
+        return [token for segment in self.segments for token in segment.token_ids]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """The result of an episode. A failed episode has a trajectory too; its `error` says why it failed."""
+    """The result of an episode. A failed episode has a trajectory too; its `error` says why it failed.
+
+    The turns form a tree: several turns may continue the context of one, if an agent branches off or rewrites its
+    history. A *branch* is a path from a first turn to a turn that no other one continues.
+    """
 
     episode: EpisodeId
     task_id: str
@@ -112,6 +143,11 @@ class Trajectory:
         """Return the number of tokens that the policy generated."""
         return sum(len(segment.token_ids) for turn in self.turns for segment in turn.segments)
 
+    def branches(self) -> list[list[int]]:
+        """Return the indexes of the turns of each branch. The last branch ends with the last turn."""
+        inner = {parent_of(self.turns, index) for index in range(len(self.turns))}
+        return [path_to(self.turns, last) for last in range(len(self.turns)) if last not in inner]
+
     def summary(self, *, text: str | None = None) -> EpisodeSummary:
         """Return the summary that the controller needs."""
         segments = [segment for turn in self.turns for segment in turn.segments]
@@ -136,16 +172,13 @@ class Trajectory:
         )
 
     @classmethod
-    def unflatten(cls, sample: Sample, *, episode: EpisodeId, task_id: str, ended: bool, env_seed: int = 0) -> Self:
-        """Return the trajectory of a saved sample: the inverse of `flatten`, without `stop_reason` and `info`."""
-        bounds = np.flatnonzero(np.diff(sample.loss_mask, prepend=0, append=0))  # [start, end) of each action
-        turns, seen = [], 0
-        for start, end in bounds.reshape(-1, 2).tolist():
-            observation_ids = sample.token_ids[seen:start].tolist()
-            turns.append(Turn(observation_ids=observation_ids, segments=[_segment(sample, start, end)]))
-            seen = end
-        if seen < len(sample.token_ids):
-            turns.append(Turn(observation_ids=sample.token_ids[seen:].tolist(), segments=[]))
+    def unflatten(
+        cls, samples: Sequence[Sample], *, episode: EpisodeId, task_id: str, ended: bool, env_seed: int = 0
+    ) -> Self:
+        """Return the trajectory of saved samples: the inverse of `formulate` by branches, without `stop_reason` and
+        `info`. What a branch shares with an earlier one is part of its first observation."""
+        sample = samples[-1]
+        turns = [turn for number, each in enumerate(samples) for turn in _turns(each, ROOT if number else None)]
         status: TrajectoryStatus = "aborted" if not ended else "truncated" if sample.truncated else "completed"
         if status == "completed" and turns and turns[-1].segments:
             turns[-1].segments[-1] = replace(turns[-1].segments[-1], finish_reason="stop")
@@ -161,33 +194,39 @@ class Trajectory:
 
     def formulate(self, formulation: Formulation) -> list[Sample]:
         """Return the training samples of the episode. Each of them has the reward of the episode."""
-        parts = [self] if formulation == "trajectory" else self._turn_by_turn()
-        return [part.flatten() for part in parts]
-
-    def _turn_by_turn(self) -> Iterator[Trajectory]:
-        """Yield each turn as a separate trajectory. Its observation contains all tokens before the turn. A trajectory
-        without turns stays one, so that its member has a sample."""
         if not self.turns:
-            yield self
-        context: list[int] = []
-        for turn in self.turns:
-            context += turn.observation_ids
-            yield replace(self, turns=[Turn(observation_ids=list(context), segments=turn.segments)])
-            context += [token for segment in turn.segments for token in segment.token_ids]
+            return [self._sample([], ())]  # so that its member has one
+        match formulation:
+            case "trajectory":
+                return [self.flatten()]
+            case "step":
+                return [self._sample(path_to(self.turns, last), {last}) for last in range(len(self.turns))]
+            case "branches":
+                branches, done, found = self.branches(), set[int](), []
+                for branch in branches:
+                    found.append(self._sample(branch, set(branch) - done))
+                    done |= set(branch)
+                return found
 
     def flatten(self) -> Sample:
-        """Return the token arrays for training. The loss mask is 0 on observations and 1 on actions."""
+        """Return the last branch for training. The loss mask is 0 on observations and 1 on actions."""
+        last = path_to(self.turns, len(self.turns) - 1)
+        return self._sample(last, last)
+
+    def _sample(self, path: Sequence[int], trained: Collection[int]) -> Sample:
+        """Return the token arrays of the turns `path`. Actions of other turns than `trained` count as observations."""
         tokens: list[int] = []
         mask: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
-        for turn in self.turns:
-            observed = len(turn.observation_ids)
-            tokens += turn.observation_ids
-            mask += [0] * observed
-            logprobs += [0.0] * observed
-            versions += [NO_VERSION] * observed
-            for segment in turn.segments:
+        for index in path:
+            turn = self.turns[index]
+            observed = turn.observation_ids if index in trained else turn.observation_ids + turn.token_ids
+            tokens += observed
+            mask += [0] * len(observed)
+            logprobs += [0.0] * len(observed)
+            versions += [NO_VERSION] * len(observed)
+            for segment in turn.segments if index in trained else ():
                 tokens += segment.token_ids
                 mask += [1] * len(segment.token_ids)
                 logprobs += segment.logprobs
@@ -208,7 +247,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A trajectory or one of its turns, for the trainer. All arrays have length T = prompt + response tokens."""
+    """A branch of a trajectory or one of its turns, for the trainer. All arrays have length T = prompt + response."""
 
     group: int
     episode: int
@@ -230,15 +269,30 @@ class Sample:
 
     @classmethod
     def overlaid(cls, samples: Sequence[Sample]) -> Sample:
-        """Return the full trajectory of `samples` from `formulate`. Each sample is a prefix of the next sample."""
+        """Return the last branch of an episode with all its actions, from the samples that train them."""
         whole = samples[-1]
         if len(samples) == 1:
             return whole
         mask, logprobs, versions = whole.loss_mask.copy(), whole.logprobs.copy(), whole.versions.copy()
         for sample in samples[:-1]:
-            sampled = np.flatnonzero(sample.loss_mask)
+            shared = min(len(sample.token_ids), len(whole.token_ids))
+            differs = np.flatnonzero(sample.token_ids[:shared] != whole.token_ids[:shared])
+            sampled = np.flatnonzero(sample.loss_mask[: differs[0] if len(differs) else shared])
+            sampled = sampled[mask[sampled] == 0]
             mask[sampled], logprobs[sampled], versions[sampled] = 1, sample.logprobs[sampled], sample.versions[sampled]
         return replace(whole, loss_mask=mask, logprobs=logprobs, versions=versions)
+
+
+def _turns(sample: Sample, parent: int | None) -> Iterator[Turn]:
+    """Yield the turns of a sample. The first one has this parent."""
+    bounds = np.flatnonzero(np.diff(sample.loss_mask, prepend=0, append=0))  # [start, end) of each action
+    seen = 0
+    for start, end in bounds.reshape(-1, 2).tolist():
+        observation_ids = sample.token_ids[seen:start].tolist()
+        yield Turn(observation_ids=observation_ids, segments=[_segment(sample, start, end)], parent=parent)
+        seen, parent = end, None
+    if seen < len(sample.token_ids):
+        yield Turn(observation_ids=sample.token_ids[seen:].tolist(), segments=[], parent=parent)
 
 
 def _segment(sample: Sample, start: int, end: int) -> Segment:

@@ -30,8 +30,9 @@ StopReason = Literal["terminated", "truncated", "max_turns", "max_length"]
 
 Its environment terminated or truncated it, it used up `env.max_turns`, or an answer or a prompt was too long.
 """
-Formulation = Literal["trajectory", "step"]
-"""Form of a training sample: a full episode, or one turn with everything before it as the prompt."""
+Formulation = Literal["branches", "trajectory", "step"]
+"""Form of a training sample: each branch of an episode, its last branch only, or one turn with everything before it as
+the prompt. An episode without branches is one sample in both of the first two."""
 UpdateMode = Literal["in_place", "retract", "drain"]
 """How running answers get new weights: they keep their keys and values, recompute them, or end before the update."""
 

@@ -9,12 +9,12 @@ from scripted_policy import ScriptedPolicy
 from test_manager import Always, work
 
 from penstock.config import Config
-from penstock.envs.agents import Asked, Conversation, Diverged
+from penstock.envs.agents import Asked, Conversation, NothingAsked
 from penstock.envs.episode import Episode, new_part
 from penstock.envs.manager import EnvManager
 from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import USER
-from penstock.samples import Segment, Trajectory, VersionSpan
+from penstock.samples import ROOT, Segment, Trajectory, VersionSpan
 from penstock.scheduler.segments import SegmentPolicy
 from penstock.simulator.clock import run_virtual
 from penstock.types import Sampling, SegmentGrant, Task
@@ -102,7 +102,7 @@ class Talk:
 
     async def say(self, messages: list[dict[str, str]]) -> str:
         """What the policy answers."""
-        await self.conversation.answer(self.conversation.prompt(messages), 64, Asked(messages, ()))
+        await self.conversation.answer(self.conversation.prompt(messages), 64, Asked(messages, {}))
         return self.episode.text
 
 
@@ -168,8 +168,18 @@ async def test_a_prompt_that_goes_on_with_bytes_of_no_text_is_healed_in_linear_t
     assert found[-4000:] == rest[-4000:] and tokenizer.num_decoded < 60
 
 
-async def test_another_history_is_refused(chat: ChatTokenizer) -> None:
+async def test_another_history_begins_a_branch(chat: ChatTokenizer) -> None:
     talk = Talk(chat, [[*chat.encode("ok"), chat.eos_ids[0]], [chat.eos_ids[0]]])
     await talk.say([ASKED])
-    with pytest.raises(Diverged, match="does not begin with the recorded conversation"):
-        await talk.say([ASKED, {"role": "assistant", "content": "no"}, AGAIN])
+    never = [ASKED, {"role": "assistant", "content": "no"}, AGAIN]
+    await talk.say(never)
+    assert talk.episode.turns[1].parent == ROOT
+    assert talk.episode.turns[1].observation_ids == chat.prompt(never)
+    assert talk.episode.context == [*chat.prompt(never), chat.eos_ids[0]]
+
+
+async def test_a_prompt_that_ends_with_the_answer_is_refused(chat: ChatTokenizer) -> None:
+    talk = Talk(chat, [[*chat.encode("ok"), chat.eos_ids[0]], [chat.eos_ids[0]]])
+    await talk.say([ASKED])
+    with pytest.raises(NothingAsked, match="add something"):
+        await talk.conversation.answer(list(talk.episode.context), 64)

@@ -2,11 +2,12 @@
 
 The key is the API key, or part of the base URL (`/s/KEY/v1`) for agents that can only set a URL. Agents that work with
 tokens can use SGLang's native `/s/KEY/generate`. An agent's requests become the turns of its episode. A repeated prompt
-gets the same answer, even while that answer is still being generated, so a retry of the SDK draws no second sample.
+is sampled again, but for a retry: the client says that it is one, or left before it had the answer. A retry gets the
+answer of its turn, even while that answer is still being generated.
 
 The run sets the sampling, because its temperature is part of the training. The gateway ignores an agent's temperature,
-top_p, seed and the like, and refuses a stop string, a second choice or a penalty. Requests after the episode's end get
-410.
+top_p, seed and the like. It refuses a penalty. An answer ends at the first stop string or stop token; nothing after it
+is trained. Requests after the episode's end get 410.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.compat.openai import CONTEXT_EXCEEDED, OpenAI, refuse
 from penstock.deadline import Stalled
-from penstock.envs.agents import Asked, Conversation, Over
+from penstock.envs.agents import Asked, Conversation, Ends, Over
 from penstock.envs.dialogue import EpisodeFailure
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
@@ -37,9 +41,9 @@ from penstock.rollout.session import RolloutError
 from penstock.runtime.http_client import MAX_MESSAGE_CHARS
 from penstock.samples import Segment
 
-IGNORED = {"temperature", "top_p", "top_k", "min_p"}
-"""Sampling parameters that the run sets. An episode refuses the others: they would change the policy's own answer, or
-ask for data that the gateway does not have."""
+IGNORED = {"temperature", "top_p", "top_k", "min_p", "stop_token_ids"}
+"""Sampling parameters that the run sets, or that only end an answer. An episode refuses the others: they would change
+the policy's own answer, or ask for data that the gateway does not have."""
 REFUSALS = frozenset({400, 404, 405, 409, 413, 415, 422})
 """Statuses of requests that are refused for what they ask."""
 ERROR_EVENT = b'data: {"error"'
@@ -82,6 +86,7 @@ class AgentGateway:
         key, path = _key_and_path(scope)
         session = self._sessions.get(key)
         if session is not None:
+            RETRY.set(_retry(scope))
             await session.app({**scope, "path": path}, receive, _telling(send, session.refused))
         elif key in self._over:
             gone = Refused(410, "this episode is over: it takes no further requests")
@@ -89,6 +94,29 @@ class AgentGateway:
         else:
             unknown = Refused(401, "no episode has this key: use the api_key and base_url that the agent was given")
             await refuse(unknown)(scope, receive, send)
+
+
+class Retry(NamedTuple):
+    """What a request says about itself."""
+
+    is_retry: bool = False
+    idempotency_key: str = ""
+
+
+NO_RETRY = Retry()
+RETRY: ContextVar[Retry] = ContextVar("retry", default=NO_RETRY)
+"""Of the request that is being answered."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """An answer, possibly still being generated, and who has it."""
+
+    task: asyncio.Task[Segment]
+    idempotency_key: str
+    num_waiting: int = 0
+    is_taken: bool = False
+    """Whether a request has returned it."""
 
 
 class Session(AnswersOnly):
@@ -103,13 +131,10 @@ class Session(AnswersOnly):
         self.encode, self.decode, self.longest_token = chat.encode, chat.decode, chat.longest_token
         self.answers = chat.answers
         self._vocab_size = chat.vocab_size
-        self._rendered: OrderedDict[tuple[int, ...], tuple[bytes, Asked]] = OrderedDict()
-        """The latest prompts that wait to be answered, by their tokens: the digest of the request, and what it asks."""
-        self._prompts: dict[bytes, list[int]] = {}
-        """Prompt tokens by the digest of a request (messages and settings). Kept if there is an answer, because
-        rendering the same messages again after it would give another result."""
-        self._answers: dict[tuple[int, ...], asyncio.Task[Segment]] = {}
-        """Answers by the prompt's tokens."""
+        self._asked: OrderedDict[bytes, Asked] = OrderedDict()
+        """What the latest prompts ask, by the digest of their tokens."""
+        self._replies: dict[bytes, list[Reply]] = {}
+        """Answers by the digest of the prompt's tokens, the oldest first."""
         surfaces = OpenAI(self, self, model_name=model_name, measure=chat.prompt), Generation(self, self)
         self.app = App([route for surface in surfaces for route in surface.routes()], ApiKeys())
 
@@ -130,30 +155,64 @@ class Session(AnswersOnly):
             raise
         if min(request.max_new_tokens) < 1:
             raise ValueError(f"max_new_tokens must be at least 1, not {min(request.max_new_tokens)}")
-        if len(request.seeds) != 1:
-            raise ValueError("one answer at a time: `n` must be 1 in an episode")
-        asked = request.params.changed() - IGNORED
-        if request.ends is not None:
-            asked.add("stop")
-        if asked:
+        if len(request.seeds) > MAX_WAITING:
+            raise ValueError(f"`n` is {len(request.seeds)}, more than {MAX_WAITING}")
+        if asked := request.params.changed() - IGNORED:
             names = ", ".join(sorted(asked))
             raise ValueError(f"{names}: not served in an episode, which is trained as the policy's own answers")
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> list[Segment]:
-        """Return the conversation's next answer, or its earlier answer to the same prompt. Generation continues if the
-        caller leaves, so that a retry finds the answer. Raises `Refused`: 400 if no turn or token is left, 410 if the
-        episode has ended, 503 if the rollout server does not answer."""
-        key = tuple(request.prompt_ids)
-        task = self._answers.get(key)
-        if sum(not each.done() for each in self._answers.values()) >= MAX_WAITING and task is None:
-            raise Refused(503, f"this episode has {MAX_WAITING} requests without an answer: wait for one of them")
-        if task is None:
-            digest, asked = self._rendered.pop(key, (b"", None))
-            answer = self._conversation.answer(request.prompt_ids, request.max_new_tokens[0], asked)
-            task = self._answers[key] = asyncio.create_task(answer, name=f"answer-{self._conversation.name}")
-            task.add_done_callback(partial(self._forget_if_failed, key, digest))
+        """Return the next answers of this conversation, or the earlier ones if this is a retry. Generation continues if
+        the caller leaves, so that a retry finds the answer. Raises `Refused`: 400 if no turn or token is left, 410 if
+        the episode has ended, 503 if the rollout server does not answer."""
+        key, segments = _digest(request.prompt_ids), list[Segment]()
+        replies = self._earlier(key, len(request.seeds))
+        for limit in request.max_new_tokens[len(replies) :]:
+            replies.append(self._begin(key, request, limit))
+        for reply in replies:
+            reply.num_waiting += 1
         try:
-            segment = await asyncio.shield(task)
+            for number, reply in enumerate(replies):
+                segment = await self._answer(reply.task)
+                segments.append(segment)
+                if on_tokens is not None:
+                    on_tokens([Increment(number, segment.token_ids, segment.logprobs, segment.spans, None)])
+            for reply in replies:
+                reply.is_taken = True
+        finally:
+            for reply in replies:
+                reply.num_waiting -= 1
+        return segments
+
+    def _earlier(self, key: bytes, count: int) -> list[Reply]:
+        """Return earlier answers to the same prompt, at most `count`, that the current request may have: those that
+        nobody has taken or waits for, and if it is a retry, any."""
+        retry, replies = RETRY.get(), self._replies.get(key, ())
+        mine = [each for each in replies if retry.idempotency_key and each.idempotency_key == retry.idempotency_key]
+        if mine:
+            return mine[-count:]
+        left = [each for each in replies if not each.num_waiting and not each.is_taken]
+        if retry.is_retry and not left:
+            left = list(replies)
+        return left[-count:]
+
+    def _begin(self, key: bytes, request: GenerateRequest, max_tokens: int) -> Reply:
+        """Begin a new answer. Raises `Refused` (503) if too many are not finished."""
+        if sum(not each.task.done() for replies in self._replies.values() for each in replies) >= MAX_WAITING:
+            raise Refused(503, f"this episode has {MAX_WAITING} requests without an answer: wait for one of them")
+        answer = self._conversation.answer(
+            request.prompt_ids, max_tokens, self._asked.get(key), ends=_ends(request), shown=request.shown
+        )
+        task = asyncio.create_task(answer, name=f"answer-{self._conversation.name}")
+        reply = Reply(task, RETRY.get().idempotency_key)
+        self._replies.setdefault(key, []).append(reply)
+        task.add_done_callback(partial(self._forget_if_failed, key, reply))
+        return reply
+
+    async def _answer(self, task: asyncio.Task[Segment]) -> Segment:
+        """Wait for an answer, which goes on if the caller leaves."""
+        try:
+            return await asyncio.shield(task)
         except Over as error:
             raise (ContextExceeded(str(error)) if error.reason == "max_length" else Refused(400, str(error))) from error
         except EpisodeFailure as error:
@@ -164,40 +223,40 @@ class Session(AnswersOnly):
             if task.cancelled():
                 raise Refused(410, "the episode ended before this answer") from None
             raise
-        if on_tokens is not None:
-            on_tokens([Increment(0, segment.token_ids, segment.logprobs, segment.spans, None)])
-        return [segment]
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
-        """Return the prompt tokens of `messages`. The same messages always get the same tokens, even after an answer,
-        because a retry refers to its original turn."""
-        digest = sha256(json.dumps([messages, settings], sort_keys=True, default=str).encode()).digest()
-        ids = self._prompts.get(digest)
-        if ids is None:
-            ids = self._conversation.prompt(messages, **settings)
-            if len(ids) < self.max_context and (key := tuple(ids)) not in self._answers:
-                self._remember(key, digest, Asked(messages, settings.get("tools") or ()))
+        """Return the prompt tokens of `messages`. Remember what they ask until `MAX_WAITING` others have come."""
+        ids = self._conversation.prompt(messages, **settings)
+        if len(ids) < self.max_context:
+            key = _digest(ids)
+            self._asked[key] = Asked(messages, settings)
+            self._asked.move_to_end(key)
+            if len(self._asked) > MAX_WAITING:
+                self._asked.popitem(last=False)
         return ids
 
-    def _remember(self, key: tuple[int, ...], digest: bytes, asked: Asked) -> None:
-        """Keep a prompt until its answer begins, or until `MAX_WAITING` later ones have come."""
-        if (replaced := self._rendered.get(key)) is not None:
-            self._prompts.pop(replaced[0], None)
-        self._prompts[digest] = list(key)
-        self._rendered[key] = digest, asked
-        if len(self._rendered) > MAX_WAITING:
-            self._prompts.pop(self._rendered.popitem(last=False)[1][0], None)
-
-    def _forget_if_failed(self, key: tuple[int, ...], digest: bytes, task: asyncio.Task[Segment]) -> None:
+    def _forget_if_failed(self, key: bytes, reply: Reply, task: asyncio.Task[Segment]) -> None:
         if task.cancelled() or task.exception() is not None:
-            self._prompts.pop(digest, None)
-            del self._answers[key]
+            self._replies[key].remove(reply)
 
     async def close(self) -> None:
         """Cancel all running answers and wait until they have ended."""
-        for task in self._answers.values():
+        tasks = [each.task for replies in self._replies.values() for each in replies]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._answers.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _digest(token_ids: Sequence[int]) -> bytes:
+    return sha256(array("q", token_ids)).digest()
+
+
+def _ends(request: GenerateRequest) -> Ends | None:
+    """Return what ends an answer of this request beside the model's own tokens; None if nothing does."""
+    tokens, ends = request.params.stop_token_ids, request.ends
+    if not tokens:
+        return ends
+    return lambda so_far: so_far[-1] in tokens or (ends is not None and ends(so_far))
 
 
 def _telling(send: Send, refused: Callable[[Mapping[str, Any]], None]) -> Send:
@@ -224,6 +283,13 @@ def _error(body: bytes) -> Mapping[str, Any]:
         return error if isinstance(error, dict) else {"message": error}
     except (ValueError, LookupError, TypeError):
         return {"message": body[:MAX_MESSAGE_CHARS].decode(errors="replace")}
+
+
+def _retry(scope: Scope) -> Retry:
+    """Return whether the client says that it repeats a request: the official SDKs count their retries."""
+    headers = dict(scope["headers"])
+    is_retry = headers.get(b"x-stainless-retry-count", b"0").strip() not in (b"", b"0")
+    return Retry(is_retry, headers.get(b"idempotency-key", b"").decode("latin-1"))
 
 
 def _key_and_path(scope: Scope) -> tuple[str, str]:

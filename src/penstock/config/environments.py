@@ -164,9 +164,11 @@ class EnvConfig(EnvironmentConfig):
     workers: int = Field(1, ge=0)
     """Number of environment worker processes that the run starts. With 0 the run waits for external workers to attach:
     `python my_env.py serve --run RUN`."""
-    formulation: Formulation = "trajectory"
-    """Unit of training. `trajectory`: a whole episode is one sample. `step`: each turn is one sample, and all earlier
-    turns are its prompt. Turns share the advantage of their episode."""
+    formulation: Formulation = "branches"
+    """Unit of training. `branches`: a whole episode is one sample; if an agent branches off or rewrites its history,
+    each branch is one, and what it shares with an earlier branch is part of its prompt. `trajectory`: only the last
+    branch. `step`: each turn is one sample, and all turns before it are its prompt. No token is trained twice. Samples
+    share the advantage of their episode."""
     sandbox: Literal["auto", "bubblewrap", "namespaces", "none"] = "auto"
     """What confines the programs that the policy writes (`penstock.sandbox`). `auto`: the best that works on the
     machine, bubblewrap before plain Linux namespaces; a run that needs a sandbox is refused where neither works.

@@ -1,14 +1,18 @@
 """Agents: programs with their own loop that play an episode through an unchanged OpenAI client.
 
 A gateway gives each agent its own endpoint. The agent's requests there become the turns of its episode: prompts are
-what the agent sent, answers are the tokens that the policy sampled. A conversation only grows. For the part of the
-history that the gateway has already answered, the recorded tokens are used, never a new tokenisation of their text.
+what the agent sent, answers are the tokens that the policy sampled. For the part of the history that the gateway has
+already answered, the recorded tokens are used, never a new tokenisation of their text.
+
+The turns form a tree. A request continues the turn whose context its prompt begins with, the longest one. A request
+that repeats no recorded conversation, because the agent begins another one, compacts its history or changes what was
+said, begins a new branch with all its tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -18,7 +22,7 @@ from penstock.envs.episode import Episode
 from penstock.model.answer_format import Tools, call_ids, with_decoded_arguments
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
-from penstock.samples import Segment
+from penstock.samples import ROOT, Segment
 from penstock.sendable import sendable
 from penstock.types import StopReason
 
@@ -30,6 +34,8 @@ LONGEST_CHARACTER = 4
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """A tokenizer decodes an incomplete character to this."""
 
+MOST_HEALED = 4
+"""Most branches, the latest ones, with whose text a prompt is compared."""
 MOST_REFUSALS = 64
 """Most messages of refused requests that are kept."""
 MAX_REFUSAL_CHARS = 500
@@ -56,8 +62,11 @@ class Over(RuntimeError):
         super().__init__(message)
 
 
-class Diverged(ValueError):
-    """The agent's history differs from the recorded conversation."""
+Ends = Callable[[Sequence[int]], bool]
+
+
+class NothingAsked(ValueError):
+    """A request repeats a recorded conversation, and adds nothing to it."""
 
 
 Generate = Callable[[Episode, bool], Awaitable[Segment]]
@@ -68,8 +77,16 @@ class Asked(NamedTuple):
     """A chat request."""
 
     messages: Sequence[Message]
-    tools: Tools
-    """Tools that the request offers."""
+    settings: Mapping[str, Any]
+    """How the template renders them: the offered `tools`, and its own keywords."""
+
+
+class Said(NamedTuple):
+    """The messages behind the context of a turn, including its answer."""
+
+    turn: int
+    messages: Sequence[Message]
+    settings: Mapping[str, Any]
 
 
 class Conversation:
@@ -79,8 +96,10 @@ class Conversation:
         """`max_context`: maximum number of tokens of a prompt and its answer together."""
         self._episode, self._chat, self._generate, self.max_context = episode, chat, generate, max_context
         self._bounds, self._format = episode.bounds, chat.answers
-        self._history: list[Message] = []
-        """The messages behind the tokens of the episode's context, including the last answer."""
+        self._said: list[Said] = []
+        """What turns said that answer chat requests, the shortest conversations first."""
+        self._continued: dict[int, list[int]] = {}
+        """The turns that continue a turn, by its index."""
         self._turn = asyncio.Lock()
         self.refusals: list[str] = []
         """The first messages with which requests were refused, without those for lack of turns or tokens."""
@@ -111,35 +130,51 @@ class Conversation:
 
     def prompt(self, messages: Sequence[Message], **settings: Any) -> list[int]:
         """Return the tokens of a conversation, up to the start of the assistant's next answer. Where the conversation
-        repeats recorded messages, the recorded tokens are used. Raises `Diverged` if it adds nothing to them."""
-        known = len(self._history)
+        repeats recorded messages, the recorded tokens are used. Raises `NothingAsked` if it adds nothing to them."""
         asked = _plain(messages)
-        if not known or len(asked) < known or not all(map(_matches, asked, self._history)):
+        said = next((each for each in reversed(self._said) if _repeats(asked, settings, each)), None)
+        if said is None:
             return self._chat.prompt(messages, **settings)
+        known, context = len(said.messages), self._episode.context_after(said.turn)
         if len(asked) == known:
-            raise Diverged("the conversation ends with the assistant's own answer: add a message to it")
-        ended = self._episode.context[-1] in self._chat.eos_ids
-        self._episode.num_drifts += self._has_drifted(asked[known - 1])
-        return self._episode.context + self._chat.continuation(messages[known:], ended=ended, **settings)
+            raise NothingAsked("the conversation ends with the assistant's own answer: add a message to it")
+        self._episode.num_drifts += self._has_drifted(said, asked[known - 1])
+        ended = context[-1] in self._chat.eos_ids
+        return context + self._chat.continuation(messages[known:], ended=ended, **settings)
 
-    def _has_drifted(self, answer: Message) -> bool:
-        """Return whether the latest answer, as the agent sends it back, tokenises differently from the recorded
-        tokens."""
-        if self._history[-1]["content"] != self._episode.text:
+    def _has_drifted(self, said: Said, answer: Message) -> bool:
+        """Return whether a recorded answer, as the agent sends it back, tokenises differently from its tokens."""
+        token_ids = self._episode.turns[said.turn].token_ids
+        if said.messages[-1]["content"] != self._chat.decode(token_ids):
             return False  # the message is not the text of the answer
-        said = [token for segment in self._episode.turns[-1].segments for token in segment.token_ids]
         shown = self._chat.encode_answer(answer.get("content") or "")
-        return shown != [token for token in said if token not in self._chat.eos_ids]
+        return shown != [token for token in token_ids if token not in self._chat.eos_ids]
 
-    def _healed(self, prompt_ids: list[int]) -> list[int] | None:
-        """Return the recorded tokens followed by the new tokens of the prompt. None if the prompt's text does not begin
-        with the recorded text, or adds nothing to it."""
-        known = self._chat.decode(self._episode.context, skip_special=False)
+    def _place(self, prompt_ids: list[int]) -> tuple[int, int]:
+        """Return the turn with the longest context that the prompt begins with, and the length of this context."""
+        found, open_ends = (ROOT, 0), [(ROOT, 0)]
+        while open_ends:
+            index, known = open_ends.pop()
+            found = max(found, (index, known), key=lambda each: each[1])
+            for child in self._continued.get(index, ()):
+                turn = self._episode.turns[child]
+                end = known + len(turn.observation_ids) + len(action := turn.token_ids)
+                if action and prompt_ids[known:end] == turn.observation_ids + action:
+                    open_ends.append((child, end))
+        return found
+
+    def _healed(self, prompt_ids: list[int]) -> tuple[int, list[int]] | None:
+        """Return the turn with whose text the prompt's text begins, among the ends of the latest branches, and its
+        context with the new tokens of the prompt. None if there is no such turn, or if the prompt adds nothing."""
+        ends = [index for index in range(len(self._episode.turns)) if index not in self._continued]
         text = self._chat.decode(prompt_ids, skip_special=False)
-        if not known or not text.startswith(known) or len(text) == len(known):
-            return None
-        self._episode.num_drifts += 1
-        return self._episode.context + self._tokens_after(known, prompt_ids)
+        for index in reversed(ends[-MOST_HEALED:]):
+            context = self._episode.context_after(index)
+            known = self._chat.decode(context, skip_special=False)
+            if text.startswith(known) and len(text) > len(known):
+                self._episode.num_drifts += 1
+                return index, context + self._tokens_after(known, prompt_ids)
+        return None
 
     def _tokens_after(self, known: str, prompt_ids: list[int]) -> list[int]:
         """Return the tokens of the prompt after its beginning `known`. They are not tokenised again from their text:
@@ -156,21 +191,31 @@ class Conversation:
                 return self._chat.encode_answer(text[len(known) :]) + prompt_ids[num_tokens:]
         return self._chat.encode_answer(beginning(len(prompt_ids))[len(known) :])
 
-    async def answer(self, prompt_ids: list[int], max_tokens: int, asked: Asked | None = None) -> Segment:
-        """Generate one turn and return its segments joined into one. `asked`: the request behind `prompt_ids`, if
-        `prompt` made them. Raises `Diverged` if the history differs from the recorded one, and `Over` when no turn or
-        token is left."""
+    async def answer(
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        asked: Asked | None = None,
+        *,
+        ends: Ends | None = None,
+        shown: Callable[[Segment], str] | None = None,
+    ) -> Segment:
+        """Generate one turn and return its segments joined into one.
+
+        `asked`: the request behind `prompt_ids`, if `prompt` made them. `ends`: whether an answer ends with its tokens
+        so far; what the policy sampled after them is dropped. `shown`: the text of an answer as the agent reads it.
+        Raises `NothingAsked` if the prompt ends with a recorded answer, and `Over` when no turn or token is left.
+        """
         given_ids = prompt_ids
         async with holding(self._turn, TURN_S, waiter=self.name, resource="its turn", holder="its other request"):
-            episode, known = self._episode, len(self._episode.context)
+            episode = self._episode
             episode.bounds = self._bounds
-            if prompt_ids[:known] != episode.context:
-                prompt_ids = self._healed(prompt_ids) or []
-            if len(prompt_ids) <= known:
-                raise Diverged(
-                    "the prompt does not begin with the recorded conversation: an episode is one "
-                    "conversation that only grows; branches and rewritten histories cannot be trained as one"
-                )
+            parent, known = self._place(prompt_ids)
+            if known == len(prompt_ids):
+                raise NothingAsked("the prompt ends with the policy's own answer: add something to it")
+            if self._continued.get(parent) and (healed := self._healed(prompt_ids)):
+                parent, prompt_ids = healed
+                known = len(episode.context_after(parent))
             limit = min(max_tokens, episode.turn_budget, self.max_context - len(prompt_ids))
             if len(episode.turns) >= (max_turns := episode.settings.max_turns):
                 raise self._end("max_turns", f"the episode has used its {max_turns} turns (env.max_turns)")
@@ -181,21 +226,27 @@ class Conversation:
                     f"length is {self.max_context} tokens (model.max_context), and the episode has a budget",
                 )
             episode.bounds = replace(self._bounds, max_new_tokens=limit)
-            episode.open_turn(prompt_ids[known:])
+            episode.open_branch(parent, prompt_ids[known:])
             try:
                 first = await self._generate(episode, False)
                 finished = await episode.complete(first, lambda: self._generate(episode, True))
             except BaseException:
                 episode.forget_turn()
                 raise
+            if ends is not None and (length := _end(episode.turns[-1].token_ids, ends)):
+                episode.cut_turn(length)
+                finished = True
             self.cut = not finished
             self.stop_reason = "max_length" if self.cut else "terminated"
-            said = Segment.joined(episode.turns[-1].segments, "stop" if finished else "length")
-            episode.text = self._chat.decode(said.token_ids)
-            self._history = []
+            answer = Segment.joined(episode.turns[-1].segments, "stop" if finished else "length")
+            episode.text = self._chat.decode(answer.token_ids) if shown is None else shown(answer)
+            turn = len(episode.turns) - 1
+            self._continued.setdefault(parent, []).append(turn)
             if asked is not None:
-                self._history = [*_plain(asked.messages), self._message(given_ids, said.token_ids, asked.tools)]
-            return said
+                message = self._message(given_ids, answer.token_ids, asked.settings.get("tools") or ())
+                said = Said(turn, [*_plain(asked.messages), message], asked.settings)
+                insort(self._said, said, key=lambda each: len(each.messages))
+            return answer
 
     def _message(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools) -> Message:
         """Return an answer as its agent reads it, and sends it back."""
@@ -248,6 +299,12 @@ class PausableTimeout:
                 self._timer.reschedule(now() + left)
 
 
+def _repeats(asked: Sequence[Message], settings: Mapping[str, Any], said: Said) -> bool:
+    """Return whether a request begins with the messages of a recorded conversation, and is rendered as it was."""
+    known = len(said.messages)
+    return len(asked) >= known and settings == said.settings and all(map(_matches, asked, said.messages))
+
+
 def _matches(asked: Message, known: Message) -> bool:
     """Return whether both are the same message. An answer is the same if its text is, but for spaces around it, and
     its calls are: clients drop reasoning and other fields, and add their own. A client that wants one call at a time
@@ -257,6 +314,16 @@ def _matches(asked: Message, known: Message) -> bool:
     calls, known_calls = _calls(asked), _calls(known)
     is_said = asked.get("role") == "assistant" and asked["content"].strip() == known["content"].strip()
     return is_said and bool(calls) == bool(known_calls) and calls == known_calls[: len(calls)]
+
+
+def _end(token_ids: Sequence[int], ends: Ends) -> int | None:
+    """Return the number of tokens after which an answer ends; None if it does not end among them."""
+    so_far: list[int] = []
+    for token in token_ids:
+        so_far.append(token)
+        if ends(so_far):
+            return len(so_far)
+    return None
 
 
 def _calls(answer: Message) -> list[tuple[Any, Any]]:

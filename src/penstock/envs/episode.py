@@ -22,8 +22,9 @@ from penstock.envs.calls import EpisodeEnvironment
 from penstock.envs.dialogue import Message
 from penstock.envs.rewards.scorer import Scorer
 from penstock.envs.worker_calls import MAX_INFO_MEMORY, memory_of, plain
-from penstock.samples import Segment, Trajectory, Turn
+from penstock.samples import Segment, Trajectory, Turn, path_to
 from penstock.scheduler.segments import AnswerState, SegmentPolicy
+from penstock.seeding import nth_seed
 from penstock.sendable import sendable
 from penstock.types import EpisodeLease, Sampling, SegmentGrant, StopReason, Task, TrajectoryStatus
 
@@ -69,8 +70,10 @@ class Episode:
     num_drifts: int = 0
     """Number of times that repeated text of earlier answers was replaced by the recorded tokens."""
     context: list[int] = field(default_factory=list)
-    """All tokens so far, of observations and actions."""
+    """All tokens of the current branch so far, of observations and actions."""
     turns: list[Turn] = field(default_factory=list)
+    num_siblings: int = 0
+    """Number of earlier turns with the parent of the open turn."""
     num_tokens: int = 0
     """Number of tokens generated so far in all turns, including the open one."""
     turn_tokens: int = 0
@@ -114,11 +117,35 @@ class Episode:
         left = self.bounds.tokens_left(num_tokens=self.num_tokens, turn_tokens=self.turn_tokens)
         return grant if grant.max_tokens <= left else SegmentGrant(episode=grant.episode, max_tokens=left)
 
+    @property
+    def sampling_seed(self) -> int:
+        """Return the seed of the open turn. The engine mixes in the position, so only turns with the same parent need
+        different ones."""
+        seed = self.lease.sampling_seed
+        return nth_seed(seed, self.num_siblings) if self.num_siblings else seed
+
     def open_turn(self, observation_ids: list[int]) -> None:
-        self.turns.append(Turn(observation_ids=observation_ids, segments=[]))
-        self.context += observation_ids
+        """Open a turn that continues the latest one."""
+        self._open(Turn(observation_ids=observation_ids, segments=[]))
+
+    def open_branch(self, parent: int, observation_ids: list[int]) -> None:
+        """Open a turn that continues any turn, or none (`ROOT`)."""
+        self.context = self.context_after(parent)
+        self.num_siblings = sum(turn.parent == parent for turn in self.turns)
+        self._open(Turn(observation_ids=observation_ids, segments=[], parent=parent))
+
+    def _open(self, turn: Turn) -> None:
+        self.turns.append(turn)
+        self.context += turn.observation_ids
         self.turn_tokens = 0
         self._restart_turn_timer()
+
+    def context_after(self, turn: int) -> list[int]:
+        """Return all tokens from the beginning of a branch to the end of this turn. Empty for `ROOT`."""
+        found: list[int] = []
+        for index in path_to(self.turns, turn):
+            found += self.turns[index].observation_ids + self.turns[index].token_ids
+        return found
 
     def _restart_turn_timer(self) -> None:
         self.turn_remaining_s = self.settings.turn_timeout_s or math.inf
@@ -165,6 +192,14 @@ class Episode:
         while (state := self.take(segment)) == "cut":
             segment = await more()
         return state == "finished"
+
+    def cut_turn(self, length: int) -> None:
+        """Keep only the first `length` tokens of the latest answer, which ends there by itself."""
+        turn, dropped = self.turns[-1], self.turn_tokens - length
+        turn.segments[:] = [Segment.joined(turn.segments, "stop").cut(length, "stop")]
+        del self.context[len(self.context) - dropped :]
+        self.num_tokens -= dropped
+        self.turn_tokens = length
 
     def continue_from(self, saved: Trajectory) -> None:
         """Continue from the single turn that another worker began."""

@@ -99,14 +99,20 @@ class EnvManager:
         self._on_error = on_error or LoggedOnce()
         self._make_environment = partial(EpisodeEnvironment, limit=ConcurrencyLimit(), on_error=self._on_error)
         self._wanted = config.dump.foreign_columns
-        self._num_drifts = self._num_refused = 0
+        self._num_drifts = self._num_refused = self._num_branches = self._num_untrained = 0
         self._told_refusals: set[str] = set()
 
     def counts(self) -> dict[str, float]:
         """Return counters since the start: `drifts`, the number of times that recorded tokens replaced repeated text of
-        answers; `refused_requests` of agents; and the counters of the scorers."""
-        of_scorers = self._scorers.counts() if self._scorers is not None else {}
-        return {"drifts": self._num_drifts, "refused_requests": self._num_refused, **of_scorers}
+        answers; `branches` of episodes beside their first ones; `off_branch_tokens`, sampled on branches that
+        `env.formulation` does not train; `refused_requests` of agents; and the counters of the scorers."""
+        own: dict[str, float] = {
+            "drifts": self._num_drifts,
+            "branches": self._num_branches,
+            "off_branch_tokens": self._num_untrained,
+            "refused_requests": self._num_refused,
+        }
+        return own | (self._scorers.counts() if self._scorers is not None else {})
 
     async def play(self, work: Work, ended: Ended, *, begun: Mapping[int, Trajectory] | None = None) -> None:
         """Play every lease, and call `ended` as soon as an episode ends. Members in `begun` continue from these
@@ -160,8 +166,15 @@ class EnvManager:
 
     def _submit(self, ended: Ended, episode: Episode) -> None:
         """Report the lease's only trajectory."""
+        trajectory = episode.trajectory()
         self._num_drifts += episode.num_drifts
-        ended(episode.trajectory(), episode.text)
+        if len(branches := trajectory.branches()) > 1:
+            self._num_branches += len(branches) - 1
+            if self._config.env.formulation == "trajectory":
+                self._num_untrained += trajectory.num_tokens - sum(
+                    len(trajectory.turns[index].token_ids) for index in branches[-1]
+                )
+        ended(trajectory, episode.text)
 
     @asynccontextmanager
     async def _to_its_end(self, episode: Episode, environment: EpisodeEnvironment) -> AsyncIterator[None]:
@@ -381,7 +394,7 @@ class EnvManager:
             )
 
     async def _generate(self, episode: Episode, grant: SegmentGrant) -> Segment:
-        seeds = [episode.lease.sampling_seed]  # the engine mixes in the position: a cut does not change the samples
+        seeds = [episode.sampling_seed]  # the engine mixes in the position: a cut does not change the samples
         grants = [episode.within_budget(grant)]
         with answering([episode]):
             async with spending([episode], **ANSWER):

@@ -38,7 +38,15 @@ OTHER_REASONS = "other reasons"
 MAX_GIVEN_UP = 100
 """Number of failed tasks with an event of their own, in a run that only generates; timeline.jsonl has all failed
 tasks."""
-COUNTED_BY_WORKERS = ("drifts", "refused_requests", "scored", "score_timeouts", "surplus_tokens")
+COUNTED_BY_WORKERS = (
+    "drifts",
+    "branches",
+    "off_branch_tokens",
+    "refused_requests",
+    "scored",
+    "score_timeouts",
+    "surplus_tokens",
+)
 RESULTS_EVERY_S = 1.0
 """Seconds between two writes of the document of results."""
 LAST_LINE_BYTES = 1 << 20

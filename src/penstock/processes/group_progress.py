@@ -77,9 +77,9 @@ class GroupProgress:
         ended = [self._ended[member][0] for member in self.members]
         return [sample for trajectory in ended for sample in trajectory.formulate(formulation)]
 
-    def sample(self, member: int) -> Sample | None:
-        """Return the whole trajectory of a member as one sample; None if the member failed."""
-        return self._ended[member][0].flatten() if member in self._well else None
+    def branches(self, member: int) -> list[Sample]:
+        """Return the whole trajectory of a member, as one sample for each branch; empty if the member failed."""
+        return self._ended[member][0].formulate("branches") if member in self._well else []
 
     def num_tokens(self, members: list[int]) -> int:
         """Return the number of tokens that the policy generated for these members."""

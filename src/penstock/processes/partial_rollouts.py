@@ -76,8 +76,8 @@ class PartialRollouts:
         """
         if group.failed or not self._saves_ended:
             return [None] * len(members)
-        samples = [group.sample(member) for member in members]
-        return [None if sample is None else self._pool.writer.append([sample]) for sample in samples]
+        saved = [group.branches(member) for member in members]
+        return [self._pool.writer.append(samples) if samples else None for samples in saved]
 
     def reported(self, refs: Iterable[PayloadRef | None]) -> None:
         """Release these records: the controller was told of them, and has fetched those that it wants."""
@@ -103,7 +103,7 @@ class PartialRollouts:
         for saved in work.saved:
             episode, task_id = saved.episode, work.task.task_id
             try:
-                sample = self._read(saved.refs)
+                samples = self._read(saved.refs)
             except PayloadError as error:
                 message = f"{'the group of ' if saved.ended else ''}{episode} starts over: {error}"
                 print(f"warning: {message}", file=sys.stderr, flush=True)
@@ -113,22 +113,24 @@ class PartialRollouts:
                     )
             else:
                 trajectory = Trajectory.unflatten(
-                    sample, episode=episode, task_id=task_id, ended=saved.ended, env_seed=work.env_seed
+                    samples, episode=episode, task_id=task_id, ended=saved.ended, env_seed=work.env_seed
                 )
                 trajectory = replace(trajectory, stop_reason=saved.stop_reason, info=saved.info)
                 (ended if saved.ended else begun)[episode.episode] = trajectory
         self._pool.payloads.drop(ref for saved in work.saved for ref in saved.refs)
         return Recalled(work=_without(work, ended), begun=begun, ended=ended)
 
-    def _read(self, refs: Sequence[PayloadRef]) -> Sample:
-        """Return the sample made of the last pieces, from the last piece that begins the episode on. Raises
-        `PayloadError`."""
+    def _read(self, refs: Sequence[PayloadRef]) -> list[Sample]:
+        """Return the branches of an episode that ended, or the sample made of the last pieces, from the last piece that
+        begins the episode on. Raises `PayloadError`."""
         pieces: list[Sample] = []
         for ref in reversed(refs):
-            (sample,) = self._pool.payloads.read(ref)
-            pieces.append(sample)
-            if not sample.loss_mask[0]:
-                return Sample.joined(pieces[::-1])
+            samples = self._pool.payloads.read(ref)
+            if len(samples) > 1:
+                return list(samples)
+            pieces += samples
+            if not samples[0].loss_mask[0]:
+                return [Sample.joined(pieces[::-1])]
         raise PayloadError("its first piece is missing")
 
 

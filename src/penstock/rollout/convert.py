@@ -254,6 +254,7 @@ def _read(body: bodies.GenerateBody, tokenizer: Tokenizer | None) -> PromptReque
             max_new_tokens=limits,
             seeds=_seeds(sampling),
             ends=partial(stops.end, tokenizer) if stops.strings and tokenizer is not None else None,
+            shown=partial(stops.shown, tokenizer) if tokenizer is not None else None,
         )
     return PromptRequest(rid=rid, prompt_ids=ids, request=request, num_samples=sampling.n, stops=stops, body=body)
 
@@ -279,8 +280,7 @@ def answer_text(prompt: PromptRequest, segment: Segment, tokenizer: Tokenizer | 
     """Return the segment's text without the stop token or stop string that ended it."""
     if tokenizer is None:
         return ""
-    ids = prompt.stops.without_stop_token(segment.token_ids) if segment.finish_reason == "stop" else segment.token_ids
-    return prompt.stops.cut(tokenizer.decode(ids))
+    return prompt.stops.shown(tokenizer, segment)
 
 
 def finish_reason(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from penstock.samples import Segment
+
 MAX_STOP_TOKENS = 256
 """Maximum stop tokens per request: far above any tokenizer's set, low enough not to slow a decode step."""
 MAX_BIASED_TOKENS = 1024
@@ -95,6 +97,8 @@ class GenerateRequest:
     ends: Callable[[Sequence[int]], bool] | None = None
     """Function that returns whether the tokens so far end the sample, for example at a stop string. The engine's thread
     calls it after every token."""
+    shown: Callable[[Segment], str] | None = None
+    """Function that returns the text of a sample as its client reads it, without what ended it."""
 
     def check(self, *, vocab_size: int, max_context: int) -> None:
         """Raise ValueError unless a model of these dimensions can serve the request."""

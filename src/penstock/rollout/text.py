@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.samples import Segment
+
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 LONGEST_CHARACTER = 4
 """Most tokens of a character: its bytes in UTF-8."""
@@ -45,6 +47,11 @@ class Stops:
     def without_stop_token(self, token_ids: list[int]) -> list[int]:
         """Return `token_ids` without a stop token at the end."""
         return token_ids[:-1] if not self.keep and token_ids and token_ids[-1] in self.tokens else token_ids
+
+    def shown(self, tokenizer: Tokenizer, segment: Segment) -> str:
+        """Return the text of an answer without the stop token or stop string that ended it."""
+        is_ended = segment.finish_reason == "stop"
+        return self.cut(tokenizer.decode(self.without_stop_token(segment.token_ids) if is_ended else segment.token_ids))
 
     def matched(self, text: str) -> str | None:
         """Return the stop string that occurs first in `text`, or None."""
