@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 from tiny_policy import make_handle, serve
 
-from penstock.rollout.app import ApiKeys, bearer
+from penstock.rollout.app import ApiKeys, key_of
 from penstock.rollout.client import RolloutClient
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.servers import Servers
@@ -64,7 +64,12 @@ async def test_a_worker_generates_and_the_controller_updates(runner: EngineRunne
     ("header", "key"), [("Bearer a", "a"), ("bearer a", "a"), ("BEARER  a ", "a"), ("Basic a", ""), ("a", ""), ("", "")]
 )
 def test_the_scheme_is_read_in_any_case(header: str, key: str) -> None:
-    assert bearer(header) == key
+    assert key_of({"authorization": header}) == key
+
+
+def test_the_key_may_come_as_anthropics_clients_send_it() -> None:
+    assert key_of({"x-api-key": " a "}) == "a"
+    assert key_of({"authorization": "Bearer b", "x-api-key": "a"}) == "b"
 
 
 def test_keys_do_not_show() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -24,15 +25,17 @@ from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
+from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from penstock.compat.openai import CONTEXT_EXCEEDED, OpenAI, refuse
+from penstock.compat.dialects import dialects
+from penstock.compat.openai import CONTEXT_EXCEEDED, INVALID, OpenAI, refuse
 from penstock.deadline import Stalled
 from penstock.envs.agents import Asked, Conversation, Ends, Over
 from penstock.envs.dialogue import EpisodeFailure
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
-from penstock.rollout.app import ApiKeys, App, bearer
+from penstock.rollout.app import ApiKeys, App, key_of
 from penstock.rollout.generation import Generation
 from penstock.rollout.generator import AnswersOnly, Increment, OnTokens
 from penstock.rollout.http import Refused
@@ -46,8 +49,8 @@ IGNORED = {"temperature", "top_p", "top_k", "min_p", "stop_token_ids"}
 the policy's own answer, or ask for data that the gateway does not have."""
 REFUSALS = frozenset({400, 404, 405, 409, 413, 415, 422})
 """Statuses of requests that are refused for what they ask."""
-ERROR_EVENT = b'data: {"error"'
-"""Beginning of an event with an error, in a stream."""
+ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
+"""Beginnings of an event with an error, in a stream."""
 MAX_WAITING = 64
 """Maximum number of requests of one episode that wait for their answer."""
 REMEMBERED_KEYS = 65_536
@@ -131,11 +134,13 @@ class Session(AnswersOnly):
         self.encode, self.decode, self.longest_token = chat.encode, chat.decode, chat.longest_token
         self.answers = chat.answers
         self._vocab_size = chat.vocab_size
+        self._asking = threading.Lock()
         self._asked: OrderedDict[bytes, Asked] = OrderedDict()
         """What the latest prompts ask, by the digest of their tokens."""
         self._replies: dict[bytes, list[Reply]] = {}
         """Answers by the digest of the prompt's tokens, the oldest first."""
-        surfaces = OpenAI(self, self, model_name=model_name, measure=chat.prompt), Generation(self, self)
+        chats = OpenAI(self, self, model_name=model_name, measure=chat.prompt)
+        surfaces = chats, *dialects(chats, model_name=model_name), Generation(self, self)
         self.app = App([route for surface in surfaces for route in surface.routes()], ApiKeys())
 
     def refused(self, error: Mapping[str, Any]) -> None:
@@ -229,10 +234,11 @@ class Session(AnswersOnly):
         ids = self._conversation.prompt(messages, **settings)
         if len(ids) < self.max_context:
             key = _digest(ids)
-            self._asked[key] = Asked(messages, settings)
-            self._asked.move_to_end(key)
-            if len(self._asked) > MAX_WAITING:
-                self._asked.popitem(last=False)
+            with self._asking:  # conversations are rendered in threads
+                self._asked.pop(key, None)
+                self._asked[key] = Asked(messages, settings)
+                if len(self._asked) > MAX_WAITING:
+                    self._asked.popitem(last=False)
         return ids
 
     def _forget_if_failed(self, key: bytes, reply: Reply, task: asyncio.Task[Segment]) -> None:
@@ -267,9 +273,9 @@ def _telling(send: Send, refused: Callable[[Mapping[str, Any]], None]) -> Send:
         nonlocal is_refusal
         if message["type"] == "http.response.start":
             is_refusal = message["status"] in REFUSALS
-        elif (body := message.get("body", b"")) and (is_refusal or body.startswith(ERROR_EVENT)):
-            error = _error(body.removeprefix(b"data: "))
-            if is_refusal or error.get("type") == "invalid_request_error":
+        elif (body := message.get("body", b"")) and (is_refusal or body.startswith(ERROR_EVENTS)):
+            error = _error(body if is_refusal else body.partition(b"data: ")[2])
+            if is_refusal or INVALID in (error.get("type"), error.get("code")):
                 refused(error)
             is_refusal = False
         await send(message)
@@ -279,9 +285,10 @@ def _telling(send: Send, refused: Callable[[Mapping[str, Any]], None]) -> Send:
 
 def _error(body: bytes) -> Mapping[str, Any]:
     try:
-        error = json.loads(body)["error"]
+        found = json.loads(body)
+        error = found.get("error", found)
         return error if isinstance(error, dict) else {"message": error}
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, AttributeError):
         return {"message": body[:MAX_MESSAGE_CHARS].decode(errors="replace")}
 
 
@@ -297,5 +304,4 @@ def _key_and_path(scope: Scope) -> tuple[str, str]:
     if path.startswith("/s/"):
         key, _, rest = path.removeprefix("/s/").partition("/")
         return key, f"/{rest}"
-    headers = dict(scope["headers"])
-    return bearer(headers.get(b"authorization", b"").decode("latin-1")), path
+    return key_of(Headers(scope=scope)), path

@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -41,6 +41,7 @@ MAX_TOP_LOGPROBS = 20
 RETRYABLE = (408, 409, 429, 503)
 """Statuses of errors for which a retry may succeed."""
 CODES = {401: "invalid_api_key"}
+INVALID = "invalid_request_error"
 SAMPLING_FIELDS = {
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
@@ -133,6 +134,10 @@ class OpenAI:
     async def chat(self, request: Request) -> Response:
         """Generate the assistant's next message."""
         body = await http.read_body(request, wire.ChatBody)
+        return await self._answer(request, body, *await self.prepare_chat(body))
+
+    async def prepare_chat(self, body: wire.ChatBody) -> tuple[bodies.GenerateBody, ChatFormat]:
+        """Return what to generate for a chat request, and how to read it. Raises ValueError for what is not served."""
         ids = body.prompt_token_ids
         calls = bodies.asks(body.function_call) and body.function_call not in ("auto", "none")
         continues = body.continue_final_message or not body.add_generation_prompt
@@ -153,8 +158,27 @@ class OpenAI:
         generate = _generate_body(body, max_tokens, top=body.top_logprobs, wanted=bool(body.logprobs))
         generate.input_ids = list(ids)
         one_call, has_tokens = body.parallel_tool_calls is False, body.return_token_ids is not False
-        form = ChatFormat(self._tokenizer, _offered(body), one_call=one_call, has_tokens=has_tokens)
-        return await self._answer(request, body, generate, form)
+        return generate, ChatFormat(self._tokenizer, _offered(body), one_call=one_call, has_tokens=has_tokens)
+
+    async def count(self, body: wire.ChatBody) -> int:
+        """Return the number of tokens of a conversation. Raises ValueError if it cannot be rendered."""
+        return len(await self._rendered(body, self._measure))
+
+    async def follow(self, generate: bodies.GenerateBody, form: ChatFormat) -> AsyncIterator[Delta]:
+        """Yield what is new in the only sample of a chat, as long as it grows."""
+        async for sample in self._answers.follow(await self.read(generate, form)):
+            if (delta := form.delta(sample)) is not None:
+                yield Delta(sample, delta)
+
+    async def read(self, generate: bodies.GenerateBody, form: CompletionFormat) -> Sequence[PromptRequest]:
+        """Return the requests for the engine. Raises ValueError, `Refused` or `Conflict` if one cannot be served."""
+        prompts = convert.read_requests(await self._text.tokenised(generate), self._tokenizer, echoes=form.echoes)
+        self._answers.check(prompts)
+        return prompts
+
+    async def give(self, request: Request, prompts: Sequence[PromptRequest]) -> list[Answer]:
+        """Return the answers. Generation ends if the client leaves."""
+        return await http.unless_disconnected(request, self._answers.give(prompts))
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a prompt or of a conversation."""
@@ -209,15 +233,13 @@ class OpenAI:
     async def _answer(
         self, request: Request, body: wire.SamplingFields, generate: bodies.GenerateBody, form: CompletionFormat
     ) -> Response:
-        generate = await self._text.tokenised(generate)
-        prompts = convert.read_requests(generate, self._tokenizer, echoes=form.echoes)
-        self._answers.check(prompts)
+        prompts = await self.read(generate, form)
         head = {"id": f"{form.prefix}-{prompts[0].rid}", "created": int(time.time()), "model": self._model_name}
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
             stream = self._stream(prompts, head, form, with_usage=with_usage)
             return StreamingResponse(stream, media_type="text/event-stream")
-        answers = await http.unless_disconnected(request, self._answers.give(prompts))
+        answers = await self.give(request, prompts)
         pairs = [(each, segment) for each in answers for segment in each.segments]
         choices = [form.choice(index, *pair) for index, pair in enumerate(pairs)]
         reply = head | {"object": form.kind, "choices": choices, "usage": _usage(answers)}
@@ -251,6 +273,13 @@ class OpenAI:
     def _model(self) -> wire.Model:
         name, max_context = self._model_name, self._generator.max_context
         return wire.Model(id=name, created=self._started, root=name, max_model_len=max_context)
+
+
+class Delta(NamedTuple):
+    """What is new in a sample, as a choice for a chunk of a stream."""
+
+    sample: GrowingSample
+    choice: dict[str, Any]
 
 
 class CompletionFormat:
@@ -494,6 +523,10 @@ def _fingerprint(policy_version: object) -> str:
 
 def _error(error: Exception) -> wire.OpenAIError:
     status = http.status_of(error)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    code = next((code for kind, code in ERROR_CODES.items() if isinstance(error, kind)), CODES.get(status))
+    kind, code = INVALID if status < 500 else "server_error", code_of(error) or CODES.get(status)
     return wire.OpenAIError(error=wire.OpenAIErrorDetails(message=str(error), type=kind, code=code))
+
+
+def code_of(error: Exception) -> str | None:
+    """Return OpenAI's code for an error; None if it has none."""
+    return next((code for kind, code in ERROR_CODES.items() if isinstance(error, kind)), None)

@@ -132,7 +132,7 @@ class Conversation:
         """Return the tokens of a conversation, up to the start of the assistant's next answer. Where the conversation
         repeats recorded messages, the recorded tokens are used. Raises `NothingAsked` if it adds nothing to them."""
         asked = _plain(messages)
-        said = next((each for each in reversed(self._said) if _repeats(asked, settings, each)), None)
+        said = next((each for each in self._said[::-1] if _repeats(asked, settings, each)), None)
         if said is None:
             return self._chat.prompt(messages, **settings)
         known, context = len(said.messages), self._episode.context_after(said.turn)

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 import uvloop
 
+from penstock.compat.dialects import dialects
 from penstock.compat.openai import OpenAI
 from penstock.compat.sglang import SGLang
 from penstock.config import Config
@@ -201,7 +202,8 @@ async def serving(
             model_path=str(directory),
             model_name=model_name,
         )
-        keys, foreign = ApiKeys.of(config.rollout), (OpenAI(runner, tokenizer, model_name=model_name), sglang)
+        keys, chats = ApiKeys.of(config.rollout), OpenAI(runner, tokenizer, model_name=model_name)
+        foreign = chats, *dialects(chats, model_name=model_name), sglang
         app = create_app(
             runner, identity=identity, update=update, tokenizer=tokenizer, keys=keys, claim=claim, foreign=foreign
         )

@@ -16,7 +16,7 @@ import functools
 import hmac
 import ipaddress
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -51,7 +51,7 @@ NOT_FOUND = Route("/{rest}", [], not_found, access="generation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKeys:
-    """The keys that `Authorization: Bearer` must carry, with the same rules as SGLang.
+    """The keys that `Authorization: Bearer` or `X-Api-Key` must carry, with the same rules as SGLang.
 
     Without an `admin` key, the `generation` key also allows control. With an `admin` key, control requires it, and it
     allows every route. A route without a key is open."""
@@ -69,7 +69,7 @@ class ApiKeys:
         accepted = self.accepted(access)
         if not accepted:
             return
-        given = bearer(request.headers.get("authorization", "")).encode("latin-1")
+        given = key_of(request.headers).encode("latin-1")
         if not any(hmac.compare_digest(given, key.encode()) for key in accepted):
             which = "admin API key" if access == "control" and self.admin is not None else "API key"
             raise Refused(401, f"the {which} is missing or wrong", {"WWW-Authenticate": "Bearer"})
@@ -166,10 +166,11 @@ class IncomingBody:
                     await self.receive_uncounted()
 
 
-def bearer(authorization: str) -> str:
-    """Return the key in an `Authorization` header, or "" if it carries none. The scheme is case-insensitive."""
-    scheme, _, key = authorization.partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+def key_of(headers: Mapping[str, str]) -> str:
+    """Return the API key of a request: in its `Authorization` header, whose scheme is case-insensitive, or in
+    `X-Api-Key`, as Anthropic's clients send it. "" if it carries none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
 
 class App:
