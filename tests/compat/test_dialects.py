@@ -152,6 +152,100 @@ async def test_a_tool_agent_plays_the_same_episode_in_every_dialect(
     assert trajectory.turns[0].observation_ids == chat.prompt(opening, tools=[ADD])
 
 
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_is_demanded_has_its_beginning_in_the_prompt(
+    chat: ChatTokenizer, dialect: str, named: bool, stream: bool
+) -> None:
+    """The policy samples the rest, and only that is trained."""
+    begun = '<tool_call>\n{"name": "' + ('add", "arguments":' if named else "")
+    rest = CALL.removeprefix(begun)
+    assert rest != CALL
+
+    async def ask(llm: Endpoint) -> float:
+        if dialect == "messages":
+            async with claude_of(llm) as claude:
+                choice: Any = {"type": "tool", "name": "add"} if named else {"type": "any"}
+                asked: Any = {"tools": [FOR_CLAUDE], "tool_choice": choice, "max_tokens": 99, "model": "tiny"}
+                asked["messages"] = [{"role": "user", "content": "2 + 3"}]
+                if stream:
+                    async with claude.messages.stream(**asked) as events:
+                        message = await events.get_final_message()
+                else:
+                    message = await claude.messages.create(**asked)
+                (block,) = message.content
+                assert block.type == "tool_use"
+                result = {"type": "tool_result", "tool_use_id": block.id, "content": "5"}
+                asked["messages"] += [
+                    {"role": "assistant", "content": message.content},
+                    {"role": "user", "content": [result]},
+                ]
+                await claude.messages.create(**(asked | {"tool_choice": {"type": "auto"}}))
+                return float(block.input == {"a": 2, "b": 3})
+        async with client_of(llm) as client:
+            if dialect == "responses":
+                choice = {"type": "function", "name": "add"} if named else "required"
+                asked = {"model": "tiny", "input": "2 + 3", "tools": [FOR_RESPONSES], "tool_choice": choice}
+                if stream:
+                    async with client.responses.stream(**asked) as told:
+                        reply: Any = await (await anext_of(told)).get_final_response()
+                else:
+                    reply = await client.responses.create(**asked)
+                (item,) = reply.output
+                items = [{"role": "user", "content": "2 + 3"}, item.to_dict()]
+                items.append({"type": "function_call_output", "call_id": item.call_id, "output": "5"})
+                await client.responses.create(model="tiny", input=items, tools=[FOR_RESPONSES])  # type: ignore[arg-type]
+                return float(json.loads(item.arguments) == {"a": 2, "b": 3})
+            messages: list[Any] = [{"role": "user", "content": "2 + 3"}]
+            choice = {"type": "function", "function": {"name": "add"}} if named else "required"
+            asked = {"model": "tiny", "messages": messages, "tools": [ADD], "tool_choice": choice}
+            if stream:
+                async with client.chat.completions.stream(**asked) as chunks:
+                    reply = await (await anext_of(chunks)).get_final_completion()
+            else:
+                reply = await client.chat.completions.create(**asked)
+            answer = reply.choices[0].message
+            (call,) = answer.tool_calls
+            assert answer.content in (None, "") and reply.choices[0].finish_reason == "tool_calls"
+            said = {"role": "assistant", "content": None, "tool_calls": [call.to_dict()]}
+            messages += [said, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+            await client.chat.completions.create(model="tiny", messages=messages, tools=[ADD])  # type: ignore[list-item]
+            return float(json.loads(call.function.arguments) == {"a": 2, "b": 3})
+
+    trajectory = await play(chat, ScriptedPolicy(says(chat, rest, "5")), ask, **LONG)
+    assert (trajectory.reward, trajectory.error) == (1.0, None)
+    first, second = trajectory.turns
+    question = chat.prompt([{"role": "user", "content": "2 + 3"}], tools=[ADD])
+    assert first.observation_ids == question + chat.encode(begun)
+    assert (second.parent, chat.decode(first.token_ids)) == (0, rest)
+
+
+async def test_a_demanded_call_ends_a_thought_that_the_prompt_begins(chat: ChatTokenizer) -> None:
+    async def ask(llm: Endpoint) -> float:
+        async with client_of(llm) as client:
+            reply = await client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "2 + 3"}],
+                tools=[ADD],  # type: ignore[list-item]
+                tool_choice="required",
+                extra_body={"chat_template_kwargs": {"thinks": True}},
+            )
+        return float(len(reply.choices[0].message.tool_calls or ()) == 1)
+
+    begun = '<tool_call>\n{"name": "'
+    trajectory = await play(chat, ScriptedPolicy(says(chat, CALL.removeprefix(begun))), ask, **LONG)
+    assert (trajectory.reward, trajectory.error) == (1.0, None)
+    assert chat.decode(trajectory.turns[0].observation_ids).endswith(f"<think>\n</think>\n\n{begun}")
+
+
+async def anext_of(stream: Any) -> Any:
+    """The stream, read to its end."""
+    async for _ in stream:
+        pass
+    return stream
+
+
 async def tried(
     chat: ChatTokenizer, ask: Callable[[Endpoint], Awaitable[Any]], *answers: str, treatment: str = "count"
 ) -> Trajectory:
@@ -198,7 +292,9 @@ async def test_limits_and_stops_have_the_dialects_own_names(chat: ChatTokenizer,
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("messages", {"tool_choice": {"type": "any"}}, "tool_choice.type: 'any' is not served"),
+    ("messages", {"tool_choice": {"type": "some"}}, "tool_choice: {'type': 'some'} is none of 'auto', 'any', 'none'"),
+    ("messages", {"tool_choice": {"type": "any"}}, "asks for a call of a tool, and `tools` does not have it"),
+    ("messages", {"tool_choice": {"type": "tool", "name": "x"}, "tools": [FOR_CLAUDE]}, "asks for a call of x"),
     ("messages", {"messages": [{"role": "system", "content": "x"}]}, "messages.0.role: 'system' is neither"),
     (
         "messages",
@@ -220,7 +316,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("messages", {"messages": [{"role": "user", "content": "x" * 5000}]}, "maximum context length is"),
     ("messages", {"extra_body": {"temperature": "hot"}}, "temperature"),
     ("responses", {"previous_response_id": "resp_1"}, "previous_response_id: not served; give the whole"),
-    ("responses", {"tool_choice": "required"}, "`tool_choice` can only be `auto` or `none`"),
+    ("responses", {"tool_choice": "required"}, "asks for a call of a tool, and `tools` does not have it"),
+    ("responses", {"tool_choice": {"type": "web_search"}}, "`tool_choice` is `auto`, `none`, `required` or a named"),
     ("responses", {"text": {"format": {"type": "json_object"}}}, "text.format.type: 'json_object' is not served"),
     ("responses", {"tools": [{"type": "web_search"}]}, r"tools\[0\].type: 'web_search' is not served"),
     ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\].type: 'item_reference'"),

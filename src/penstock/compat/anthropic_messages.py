@@ -231,8 +231,6 @@ def _chat_body(body: MessagesBody) -> wire.ChatBody:
     if unserved:
         raise ValueError(f"{', '.join(unserved)}: not served")
     choice = body.tool_choice or {"type": "auto"}
-    if choice.get("type") not in ("auto", "none"):
-        raise ValueError(f"tool_choice.type: {choice.get('type')!r} is not served, only 'auto' and 'none'")
     system = [{"role": "system", "content": text}] if (text := _text(body.system, "system")) else []
     messages = [each for place, message in enumerate(body.messages) for each in _messages(message, place)]
     given = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(body, name)) is not None}
@@ -241,11 +239,23 @@ def _chat_body(body: MessagesBody) -> wire.ChatBody:
         max_tokens=body.max_tokens,
         stop=list[str | int](body.stop_sequences) if body.stop_sequences else None,
         tools=[_tool(each, place) for place, each in enumerate(body.tools or ())] or None,
-        tool_choice=choice["type"],
+        tool_choice=_choice(choice),
         parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
         return_token_ids=False,
         **given,
     )
+
+
+def _choice(choice: Mapping[str, Any]) -> Any:
+    """Return a choice of tools as Chat Completions has it. Raises ValueError for other choices."""
+    match choice:
+        case {"type": "auto" | "none" as kind}:
+            return kind
+        case {"type": "any"}:
+            return "required"
+        case {"type": "tool", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+    raise ValueError(f"tool_choice: {dict(choice)!r} is none of 'auto', 'any', 'none' and 'tool' with a name")
 
 
 def _tool(tool: Mapping[str, Any], place: int) -> dict[str, Any]:

@@ -229,14 +229,16 @@ class Session(AnswersOnly):
                 raise Refused(410, "the episode ended before this answer") from None
             raise
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, must_call: str | None = None, **settings: Any
+    ) -> list[int]:
         """Return the prompt tokens of `messages`. Remember what they ask until `MAX_WAITING` others have come."""
-        ids = self._conversation.prompt(messages, **settings)
+        ids = self._conversation.prompt(messages, must_call=must_call, **settings)
         if len(ids) < self.max_context:
             key = _digest(ids)
             with self._asking:  # conversations are rendered in threads
                 self._asked.pop(key, None)
-                self._asked[key] = Asked(messages, settings)
+                self._asked[key] = Asked(messages, settings, must_call)
                 if len(self._asked) > MAX_WAITING:
                     self._asked.popitem(last=False)
         return ids

@@ -138,15 +138,16 @@ class OpenAI:
 
     async def prepare_chat(self, body: wire.ChatBody) -> tuple[bodies.GenerateBody, ChatFormat]:
         """Return what to generate for a chat request, and how to read it. Raises ValueError for what is not served."""
-        ids = body.prompt_token_ids
+        ids, tool = body.prompt_token_ids, _must_call(body)
+        begun = "" if tool is None else self._tokenizer.answers.beginning(tool)
         calls = bodies.asks(body.function_call) and body.function_call not in ("auto", "none")
         continues = body.continue_final_message or not body.add_generation_prompt
         _refuse_if(
             (not body.messages and ids is None, "`messages` is empty: a chat needs them, or `prompt_token_ids`"),
-            (body.tool_choice not in (None, "auto", "none"), "`tool_choice` can only be `auto` or `none`"),
             (calls or bodies.asks(body.functions), "`functions` and `function_call` are not served: give `tools`"),
             (body.modalities not in (None, [], ["text"]), "`modalities` is not served but for `text`"),
             (bodies.asks(body.chat_template), "`chat_template` is not served: the model's own is used"),
+            (begun and ids, "`tool_choice` cannot demand a call after `prompt_token_ids`: begin it there"),
             (continues, "an assistant's message is not continued: give the conversation as `prompt_token_ids`"),
             (body.separate_reasoning is False, "`separate_reasoning` false is not served: read `token_ids`"),
             (body.include_reasoning is False, "`include_reasoning` false is not served: ignore `reasoning_content`"),
@@ -157,8 +158,13 @@ class OpenAI:
             max_tokens = max(self._generator.max_context - len(ids), 1)
         generate = _generate_body(body, max_tokens, top=body.top_logprobs, wanted=bool(body.logprobs))
         generate.input_ids = list(ids)
-        one_call, has_tokens = body.parallel_tool_calls is False, body.return_token_ids is not False
-        return generate, ChatFormat(self._tokenizer, _offered(body), one_call=one_call, has_tokens=has_tokens)
+        return generate, ChatFormat(
+            self._tokenizer,
+            _offered(body),
+            begun=begun,
+            one_call=body.parallel_tool_calls is False,
+            has_tokens=body.return_token_ids is not False,
+        )
 
     async def count(self, body: wire.ChatBody) -> int:
         """Return the number of tokens of a conversation. Raises ValueError if it cannot be rendered."""
@@ -215,10 +221,12 @@ class OpenAI:
 
     async def _rendered(self, body: wire.ChatBody, prompt: Prompt) -> list[int]:
         settings = body.chat_template_kwargs or {}
-        if taken := sorted(settings.keys() & {"messages", "tools", "self"}):
+        if taken := sorted(settings.keys() & {"messages", "tools", "must_call", "self"}):
             raise ValueError(f"`chat_template_kwargs` cannot set {', '.join(taken)}")
         if tools := _offered(body):
             settings = settings | {"tools": tools}
+        if (tool := _must_call(body)) is not None:
+            settings = settings | {"must_call": tool}
 
         def render() -> list[int]:
             return prompt([_message(message) for message in body.messages], **settings)
@@ -369,10 +377,11 @@ class ChatFormat(CompletionFormat):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, tokenizer: ChatTemplate, tools: Tools, *, one_call: bool, has_tokens: bool) -> None:
-        """`one_call`: of several calls only the first one is told."""
+    def __init__(self, tokenizer: ChatTemplate, tools: Tools, *, begun: str, one_call: bool, has_tokens: bool) -> None:
+        """`begun`: beginning of the answer that is in the prompt. `one_call`: of several calls only the first one is
+        told."""
         super().__init__(tokenizer, has_tokens=has_tokens)
-        self._format, self._tools, self._one_call = tokenizer.answers, tools, one_call
+        self._format, self._tools, self._begun, self._one_call = tokenizer.answers, tools, begun, one_call
         self._thinking: dict[str, bool] = {}
         """Whether a prompt ends with the beginning of reasoning, by its request id."""
         self._shown: dict[int, tuple[int, int]] = {}
@@ -395,7 +404,7 @@ class ChatFormat(CompletionFormat):
         return choice | ended | {"message": message} | ids
 
     def _read(self, prompt: PromptRequest, text: str) -> ParsedAnswer:
-        return self._format.read(text, self._tools, is_thinking=self._is_thinking(prompt))
+        return self._format.read(self._begun + text, self._tools, is_thinking=self._is_thinking(prompt))
 
     def _is_thinking(self, prompt: PromptRequest) -> bool:
         if prompt.rid not in self._thinking:
@@ -411,7 +420,7 @@ class ChatFormat(CompletionFormat):
         prompt, calls, ended = sample.prompt, list[dict[str, Any]](), dict[str, Any]()
         if sample.answer is None:
             is_thinking = self._is_thinking(prompt)
-            reasoning, content = self._format.visible(text, self._tools, is_thinking=is_thinking)
+            reasoning, content = self._format.visible(self._begun + text, self._tools, is_thinking=is_thinking)
         else:
             answer, (segment,) = self._read(prompt, text), sample.answer.segments
             reasoning, content, calls = answer.reasoning, answer.content, self._tool_calls(prompt, segment, answer)
@@ -467,6 +476,24 @@ def _generate_body(body: wire.SamplingFields, max_tokens: int, *, top: int | Non
     sampling = {name: value for field, name in SAMPLING_FIELDS.items() if (value := getattr(body, field)) is not None}
     rid, params = body.rid or body.request_id, bodies.SamplingBody(max_new_tokens=max_tokens, **sampling)
     return bodies.GenerateBody(rid=rid, return_logprob=wanted, top_logprobs_num=top or 0, sampling_params=params)
+
+
+def _must_call(body: wire.ChatBody) -> str | None:
+    """Return the tool that the answer must call: empty for any, None if it may call none. Raises ValueError for other
+    choices, and for a tool that is not offered."""
+    match body.tool_choice:
+        case None | "auto" | "none":
+            return None
+        case "required":
+            tool = ""
+        case {"type": "function", "function": {"name": str(tool)}}:
+            pass
+        case other:
+            raise ValueError(f"`tool_choice` is `auto`, `none`, `required` or a named function, not {other!r}")
+    names = [function.get("name") for each in body.tools or () if isinstance(function := each.get("function"), dict)]
+    if not names or (tool and tool not in names):
+        raise ValueError(f"`tool_choice` asks for a call of {tool or 'a tool'}, and `tools` does not have it")
+    return tool
 
 
 def _offered(body: wire.ChatBody) -> list[dict[str, Any]]:

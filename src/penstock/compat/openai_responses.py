@@ -282,7 +282,7 @@ def _chat_body(body: ResponsesBody) -> wire.ChatBody:
         messages=messages,
         max_tokens=body.max_output_tokens,
         tools=[_tool(each, place) for place, each in enumerate(body.tools or ())] or None,
-        tool_choice=body.tool_choice,
+        tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         return_token_ids=False,
         **given,
@@ -330,6 +330,14 @@ def _text(content: object, where: str) -> str:
     if not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in parts):
         raise ValueError(f"{where}: only text is served")
     return "".join(each["text"] for each in parts)
+
+
+def _choice(choice: Any) -> Any:
+    """Return a choice of tools as Chat Completions has it."""
+    match choice:
+        case {"type": "function", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+    return choice
 
 
 def _tool(tool: Mapping[str, Any], place: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from penstock.deadline import deadline, holding
 from penstock.envs.episode import Episode
-from penstock.model.answer_format import Tools, call_ids, with_decoded_arguments
+from penstock.model.answer_format import call_ids, with_decoded_arguments
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
 from penstock.samples import ROOT, Segment
@@ -79,6 +79,8 @@ class Asked(NamedTuple):
     messages: Sequence[Message]
     settings: Mapping[str, Any]
     """How the template renders them: the offered `tools`, and its own keywords."""
+    must_call: str | None = None
+    """Tool that the answer calls, empty for any, None if it may call none."""
 
 
 class Said(NamedTuple):
@@ -128,19 +130,20 @@ class Conversation:
         """Note that a request was too long for the context: the episode has no tokens left."""
         self._end("max_length", message)
 
-    def prompt(self, messages: Sequence[Message], **settings: Any) -> list[int]:
+    def prompt(self, messages: Sequence[Message], *, must_call: str | None = None, **settings: Any) -> list[int]:
         """Return the tokens of a conversation, up to the start of the assistant's next answer. Where the conversation
         repeats recorded messages, the recorded tokens are used. Raises `NothingAsked` if it adds nothing to them."""
         asked = _plain(messages)
         said = next((each for each in self._said[::-1] if _repeats(asked, settings, each)), None)
         if said is None:
-            return self._chat.prompt(messages, **settings)
+            return self._chat.prompt(messages, must_call=must_call, **settings)
         known, context = len(said.messages), self._episode.context_after(said.turn)
         if len(asked) == known:
             raise NothingAsked("the conversation ends with the assistant's own answer: add a message to it")
         self._episode.num_drifts += self._has_drifted(said, asked[known - 1])
         ended = context[-1] in self._chat.eos_ids
-        return context + self._chat.continuation(messages[known:], ended=ended, **settings)
+        added = self._chat.continuation(messages[known:], ended=ended, **settings)
+        return self._chat.begun_call(context + added, must_call)
 
     def _has_drifted(self, said: Said, answer: Message) -> bool:
         """Return whether a recorded answer, as the agent sends it back, tokenises differently from its tokens."""
@@ -243,15 +246,17 @@ class Conversation:
             turn = len(episode.turns) - 1
             self._continued.setdefault(parent, []).append(turn)
             if asked is not None:
-                message = self._message(given_ids, answer.token_ids, asked.settings.get("tools") or ())
+                message = self._message(given_ids, answer.token_ids, asked)
                 said = Said(turn, [*_plain(asked.messages), message], asked.settings)
                 insort(self._said, said, key=lambda each: len(each.messages))
             return answer
 
-    def _message(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools) -> Message:
+    def _message(self, prompt_ids: Sequence[int], token_ids: Sequence[int], asked: Asked) -> Message:
         """Return an answer as its agent reads it, and sends it back."""
         is_thinking = self._format.is_thinking(prompt_ids, self._chat.decode)
-        answer = self._format.read(self._episode.text, tools, is_thinking=is_thinking)
+        begun = "" if asked.must_call is None else self._format.beginning(asked.must_call)
+        tools = asked.settings.get("tools") or ()
+        answer = self._format.read(begun + self._episode.text, tools, is_thinking=is_thinking)
         message: dict[str, Any] = {"role": "assistant", "content": answer.content}
         if answer.calls:
             names = call_ids(self._format, prompt_ids, token_ids, len(answer.calls))

@@ -20,8 +20,10 @@ from penstock.sendable import encodable
 T = TypeVar("T")
 
 THINK, THOUGHT = "<think>", "</think>"
+THOUGHT_ENDS = f"\n{THOUGHT}\n\n"
 LAST_TOKENS = 16
 """Tokens at the end of a prompt that hold `<think>` and the white space after it, if the prompt ends so."""
+PLAIN_NAME = re.compile(r"[\w.:/-]{1,256}")
 MOST_PARTS = 64
 """Most parts of a parameter's schema that are read for its types."""
 MOST_CALLS = 64
@@ -81,6 +83,10 @@ class ToolFormat:
     """Texts around all calls, which belong to no content."""
     inner: tuple[str, ...] = ()
     """Other texts that may be special tokens."""
+    begins: str
+    """Text with which a call of any tool begins."""
+    begins_named: str = ""
+    """Text with which a call of the tool `NAME` begins. Empty if models of the family differ."""
     read: ReadCalls
 
     def before_calls(self, text: str) -> str:
@@ -119,6 +125,20 @@ class AnswerFormat:
     def is_thinking(self, prompt_ids: Sequence[int], decode: Decode) -> bool:
         """Return whether a prompt ends with the beginning of the assistant's reasoning."""
         return self.reasons and decode(prompt_ids[-LAST_TOKENS:], skip_special=False).rstrip().endswith(THINK)
+
+    def beginning(self, tool: str) -> str:
+        """Return the text with which an answer begins that calls a tool: this one, or any if `tool` is empty. Raises
+        ValueError if that is not known."""
+        if self.tools is None or (tool and not self.tools.begins_named):
+            whose = f"the format {self.tools.name}" if self.tools else "this model's chat template"
+            raise ValueError(
+                f"`tool_choice`: how a call begins is not known for {whose}: only `auto` and `none` are served"
+            )
+        if not tool:
+            return self.tools.begins
+        if not PLAIN_NAME.fullmatch(tool):
+            raise ValueError(f"`tool_choice`: {tool[:64]!r} is no plain name of a tool")
+        return self.tools.begins_named.replace("NAME", tool)
 
     @property
     def special_texts(self) -> frozenset[str]:
@@ -375,6 +395,8 @@ FORMATS = (
         marks=("<function=",),
         opening="<tool_call>",
         closing="</tool_call>",
+        begins="<tool_call>\n<function=",
+        begins_named="<tool_call>\n<function=NAME>\n",
         read=_read_tagged(re.compile(r"<function=(?P<name>[\w.:/-]{1,256})>"), _CODER_VALUE),
     ),
     ToolFormat(
@@ -382,9 +404,19 @@ FORMATS = (
         marks=("<arg_key>",),
         opening="<tool_call>",
         closing="</tool_call>",
+        begins="<tool_call>",
+        begins_named="<tool_call>NAME\n",
         read=_read_tagged(re.compile(r"(?P<name>[\w.:/-]{1,256})"), _GLM_VALUE),
     ),
-    ToolFormat(name="hermes", marks=("<tool_call>",), opening="<tool_call>", closing="</tool_call>", read=_read_json),
+    ToolFormat(
+        name="hermes",
+        marks=("<tool_call>",),
+        opening="<tool_call>",
+        closing="</tool_call>",
+        begins='<tool_call>\n{"name": "',
+        begins_named='<tool_call>\n{"name": "NAME", "arguments":',
+        read=_read_json,
+    ),
     ToolFormat(
         name="deepseek",
         marks=("<\uff5ctool\u2581call\u2581begin\uff5c>",),
@@ -392,6 +424,7 @@ FORMATS = (
         closing="<\uff5ctool\u2581call\u2581end\uff5c>",
         wrapping=("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
         inner=(DEEPSEEK_SEPARATOR,),
+        begins="<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>",
         read=_read_deepseek,
     ),
     ToolFormat(
@@ -399,6 +432,7 @@ FORMATS = (
         marks=("[TOOL_CALLS]",),
         opening="[TOOL_CALLS]",
         inner=("[ARGS]", "[CALL_ID]"),
+        begins="[TOOL_CALLS]",
         read=_read_mistral,
     ),
     ToolFormat(
@@ -406,6 +440,8 @@ FORMATS = (
         marks=("<|python_tag|>", "Environment: ipython"),
         opening="",
         inner=("<|python_tag|>",),
+        begins='{"name": "',
+        begins_named='{"name": "NAME", "parameters":',
         read=_read_bare,
     ),
 )

@@ -21,7 +21,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from penstock.model.answer_format import AnswerFormat
+from penstock.model.answer_format import THOUGHT_ENDS, AnswerFormat
 from penstock.model.chat_template import ChatTemplate, read_template
 from penstock.model.control_tokens import ControlTokens, Real
 from penstock.model.files import AGAIN, ModelError, check_links, read_json, read_json_if_present
@@ -75,12 +75,22 @@ class ChatTokenizer:
                 raise ModelError(f"{error}: correct the chat template of {model_dir}") from None
         return chat
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, must_call: str | None = None, **settings: Any
+    ) -> list[int]:
         """Return the token ids of a conversation, up to the start of the assistant's next turn.
 
-        `settings` (`tools`, ...) are passed to the template.
+        `must_call`: see `begun_call`. `settings` (`tools`, ...) are passed to the template.
         """
-        return self._encode(*self._render(messages, settings))
+        return self.begun_call(self._encode(*self._render(messages, settings)), must_call)
+
+    def begun_call(self, prompt_ids: list[int], tool: str | None) -> list[int]:
+        """Return a prompt with the beginning of the answer's call: of this tool, of any if `tool` is empty, none if it
+        is None. A thought that the prompt has begun ends before it. Raises ValueError if that is not known."""
+        if tool is None:
+            return prompt_ids
+        ended = THOUGHT_ENDS if self.answers.is_thinking(prompt_ids, self.decode) else ""
+        return prompt_ids + self.encode(ended + self.answers.beginning(tool))
 
     def continuation(self, messages: Sequence[Mapping[str, Any]], *, ended: bool, **settings: Any) -> list[int]:
         """Return the tokens between two assistant turns, with `messages` between them.
