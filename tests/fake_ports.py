@@ -144,6 +144,7 @@ def played(
     response_tokens: int = 8,
     stop_reason: StopReason = "terminated",
     error: str | None = None,
+    metrics: dict[str, float] | None = None,
 ) -> EpisodeSummary:
     """Return the summary of an episode that ended well, or with `error`."""
     return EpisodeSummary(
@@ -158,6 +159,7 @@ def played(
         version_max=policy_version,
         seconds=seconds,
         error=error,
+        metrics=metrics or {},
     )
 
 

@@ -137,6 +137,8 @@ class Trajectory:
     """At which the actions were sampled."""
     info: dict[str, Any] = field(default_factory=dict)
     """Latest value of each key in the environment's info that `dump.columns` names."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The environment's own metrics of the episode, by name."""
 
     @property
     def num_tokens(self) -> int:
@@ -169,14 +171,15 @@ class Trajectory:
             text=text,
             env_seed=self.env_seed,
             info=self.info,
+            metrics=self.metrics,
         )
 
     @classmethod
     def unflatten(
         cls, samples: Sequence[Sample], *, episode: EpisodeId, task_id: str, ended: bool, env_seed: int = 0
     ) -> Self:
-        """Return the trajectory of saved samples: the inverse of `formulate` by branches, without `stop_reason` and
-        `info`. What a branch shares with an earlier one is part of its first observation."""
+        """Return the trajectory of saved samples: the inverse of `formulate` by branches, without `stop_reason`,
+        `info` and `metrics`. What a branch shares with an earlier one is part of its first observation."""
         sample = samples[-1]
         turns = [turn for number, each in enumerate(samples) for turn in _turns(each, ROOT if number else None)]
         status: TrajectoryStatus = "aborted" if not ended else "truncated" if sample.truncated else "completed"

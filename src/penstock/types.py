@@ -38,6 +38,8 @@ UpdateMode = Literal["in_place", "retract", "drain"]
 
 MAX_VERSION = 2**31 - 1
 """Trajectories keep versions as 32-bit integers."""
+MOST_METRICS, MAX_METRIC_NAME = 64, 64
+"""Most metrics of an episode that an environment may give, and characters of their names."""
 NO_VERSION = -1
 """Version of positions that no policy sampled (prompts, observations), and of servers without weights."""
 
@@ -182,6 +184,8 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     env_seed: int = 0
     info: dict[str, Any] = {}
     """See `Trajectory.info`."""
+    metrics: dict[str, float] = {}
+    """See `Trajectory.metrics`."""
 
     def without_texts(self) -> EpisodeSummary:
         """Return only the numbers, for a memory that keeps many summaries."""

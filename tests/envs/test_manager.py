@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from fake_ports import leased
 from scripted_policy import ScriptedPolicy
@@ -337,3 +340,48 @@ def test_why_an_episode_went_no_further(
     )
     summary = trajectory.summary()
     assert (summary.status, summary.stop_reason) == (trajectory.status, trajectory.stop_reason) == (status, stop_reason)
+
+
+class Measured:
+    """Tells metrics in each of three turns."""
+
+    metric_kinds: ClassVar[dict[str, str]] = {"calls": "sum", "depth": "max"}
+
+    def __init__(self, metrics: list[Any]) -> None:
+        self._metrics = iter(metrics)
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return "?", {"metrics": {"seen": 1}}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        metrics = next(self._metrics, None)
+        return "!", 0.0, metrics is None, False, {} if metrics is None else {"metrics": metrics}
+
+
+def measured(chat: ChatTokenizer, *metrics: Any) -> Trajectory:
+    config = Config.model_validate({"env": {"max_turns": 5, "max_new_tokens": 8}})
+    make = lambda task: Measured(list(metrics))  # noqa: E731
+    return play(chat, lambda prompt, seed: [chat.eos_ids[0]], make=make, config=config, job=work(1))[0]
+
+
+def test_metrics_of_steps_become_those_of_the_episode(chat: ChatTokenizer) -> None:
+    whole = measured(chat, {"calls": 1, "depth": np.int64(2), "right": True}, {"calls": 2, "depth": 1, "right": False})
+    assert whole.error is None
+    assert whole.metrics == {"seen": 1.0, "calls": 3.0, "depth": 2.0, "right": 0.5}
+    assert whole.summary().metrics == whole.metrics
+
+
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        ([1], r"info\['metrics'\] is a list, not a mapping"),
+        ({"a": "b"}, r"info\['metrics'\]\['a'\] is 'b', not a finite number"),
+        ({"a": math.nan}, "not a finite number"),
+        ({3: 1.0}, "'3' is no short name"),
+        ({"x" * 65: 1.0}, "is no short name"),
+        ({f"m{n}": 1.0 for n in range(65)}, "more than 64"),
+    ],
+)
+def test_metrics_of_another_form_fail_the_episode(chat: ChatTokenizer, metrics: Any, reason: str) -> None:
+    whole = measured(chat, metrics)
+    assert whole.status == "failed" and re.search(reason, whole.error or "")

@@ -127,8 +127,27 @@ def test_the_torch_free_path_stays_torch_free() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
 
 
-def test_tools_that_the_template_leaves_out_are_refused(chat: ChatTokenizer) -> None:
-    tool = {"type": "function", "function": {"name": "add"}}
+def test_tools_that_the_template_leaves_out_are_refused(model_dir: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (tmp_path / name).write_text((model_dir / name).read_text())
+    (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    chat, tool = ChatTokenizer.load(tmp_path), {"type": "function", "function": {"name": "add"}}
     with pytest.raises(ModelError, match="ignores `tools`"):
         chat.prompt(CONVERSATION, tools=[tool])
     assert chat.prompt(CONVERSATION, tools=[]) == chat.prompt(CONVERSATION)
+
+
+def test_the_tiny_policy_is_shown_tools_and_calls(chat: ChatTokenizer) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {}, "b": {}}}}}
+    call = {"type": "function", "id": "x", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    messages = [
+        {"role": "user", "content": "2+3"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "5"},
+    ]
+    shown = chat.render(messages, tools=[tool])
+    assert shown.startswith("<|user|>tools: add(a, b)<|user|>2+3<|assistant|>")
+    assert shown.endswith("<|end|><|user|><tool_response>5</tool_response><|assistant|>")
+    said = shown.removeprefix("<|user|>tools: add(a, b)<|user|>2+3<|assistant|>").partition("<|end|>")[0]
+    (again,) = chat.answers.read(said, [tool]).calls
+    assert (again.name, again.arguments) == ("add", '{"a": 2, "b": 3}')

@@ -118,11 +118,12 @@ def test_a_moment_at_which_nothing_more_has_ended_is_not_written(tmp_path: Path)
 def test_rewards_are_kept_by_tag_and_so_is_what_a_validation_found(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.group_completed(
-        "game", [played(EpisodeId("game", 0, member, 0), reward=float(member)) for member in range(2)]
+        "game",
+        [played(EpisodeId("game", 0, n, 0), reward=float(n), metrics={"calls": float(n)}) for n in range(2)],
     )
     recorder.group_completed("words", [played(EpisodeId("words", 1, 0, 0), reward=0.0, response_tokens=4)])
     task = Task(task_id="t", tag="words", index=0, purpose="eval")
-    found = [[played(EpisodeId("words", 2, 0, 0), reward=0.7)]]
+    found = [[played(EpisodeId("words", 2, 0, 0), reward=0.7, metrics={"calls": 3.0})]]
     recorder.evaluated("step 20", 20, [task], found, shown=1, solved_at=1.0)
     step(recorder, 21)
     step(recorder, 22)
@@ -130,6 +131,9 @@ def test_rewards_are_kept_by_tag_and_so_is_what_a_validation_found(tmp_path: Pat
     first, second = read_steps(tmp_path)
     assert (first["reward/game"], first["reward/words"], first["episodes/game"]) == (0.5, 0.0, 2)
     assert first["response_length_mean/words"] == 4.0 and first["reward"] == pytest.approx(1 / 3)
+    assert (first["env/calls"], first["env/calls/game"], first["reward_std/game"]) == (0.5, 0.5, 0.5)
+    assert "env/calls/words" not in first and (first["truncated_share"], first["turns_mean"]) == (0.0, 1.0)
+    assert jsonl.read(tmp_path / "events.jsonl")[-1]["metrics"] == {"calls": 3.0}
     assert (first["eval_step"], first["eval_reward"], first["eval_reward/words"]) == (20, 0.7, 0.7)
     assert not any(key.startswith(("reward/", "eval_")) for key in second)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from penstock.ports.environment import Action, Observation, ToolCall
 from penstock.sendable import encodable
 
 Message = Mapping[str, Any]
+METRIC_KINDS: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "sum": sum, "max": max}
 
 
 class EpisodeFailure(RuntimeError):
@@ -27,18 +29,24 @@ class Style:
     """Message of the role `system` before the first observation."""
     tools: Sequence[Message] = ()
     """Tools as the OpenAI API has them. With any, actions are `Action`s."""
+    metric_kinds: Mapping[str, str] = field(default_factory=dict)
+    """How the metrics of steps become one of the episode: `mean` where nothing is declared, `sum`, or `max`."""
 
     @classmethod
     def of(cls, env: object) -> Style:
-        """Return what an environment declares in `system` and `tools`. Raises `EpisodeFailure` for other forms."""
+        """Return what an environment declares in `system`, `tools` and `metric_kinds`. Raises `EpisodeFailure` for
+        other forms."""
         system, tools = getattr(env, "system", None), getattr(env, "tools", None) or ()
+        kinds = getattr(env, "metric_kinds", None) or {}
+        if not isinstance(kinds, Mapping) or not set(kinds.values()) <= set(METRIC_KINDS):
+            raise EpisodeFailure(f"metric_kinds has other values than {', '.join(METRIC_KINDS)}")
         if system is not None and not isinstance(system, str):
             raise EpisodeFailure(f"system is a {type(system).__name__}, not a text")
         if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
             raise EpisodeFailure(f"tools is a {type(tools).__name__}, not a list of tools")
         for number, tool in enumerate(tools):
             _check_tool(f"tools[{number}]", tool)
-        return cls(system, tuple(tools))
+        return cls(system, tuple(tools), dict(kinds))
 
     @property
     def settings(self) -> dict[str, Any]:

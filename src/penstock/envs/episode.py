@@ -19,17 +19,29 @@ import msgspec
 from penstock.config import ConfigError, EnvironmentConfig
 from penstock.deadline import deadline
 from penstock.envs.calls import EpisodeEnvironment
-from penstock.envs.dialogue import Message
+from penstock.envs.dialogue import METRIC_KINDS, EpisodeFailure, Message
+from penstock.envs.rewards.reward import check_number
 from penstock.envs.rewards.scorer import Scorer
 from penstock.envs.worker_calls import MAX_INFO_MEMORY, memory_of, plain
 from penstock.samples import Segment, Trajectory, Turn, path_to
 from penstock.scheduler.segments import AnswerState, SegmentPolicy
 from penstock.seeding import nth_seed
 from penstock.sendable import sendable
-from penstock.types import EpisodeLease, Sampling, SegmentGrant, StopReason, Task, TrajectoryStatus
+from penstock.types import (
+    MAX_METRIC_NAME,
+    MOST_METRICS,
+    EpisodeLease,
+    Sampling,
+    SegmentGrant,
+    StopReason,
+    Task,
+    TrajectoryStatus,
+)
 
 MAX_INFO_BYTES_OF_ALL = 1 << 18
 """Limit of an episode's whole `info`: the summaries of a group travel in one message."""
+MOST_METRIC_VALUES = 65_536
+"""Most values of a metric of an episode. Later ones are left out."""
 LONGEST_SEPARATOR = 64
 """Maximum number of characters between two messages of a repeated conversation: line breaks, speaker names, turn
 markers."""
@@ -86,6 +98,8 @@ class Episode:
     wanted: frozenset[str] = frozenset()
     """Keys of the environment's `info` to keep."""
     info: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """Values that the environment gave in `info["metrics"]`, by name."""
     ended: bool = False
     """Whether the episode has ended: completed, failed or aborted."""
 
@@ -209,11 +223,35 @@ class Episode:
             self.take(segment)
 
     def hear(self, info: object) -> None:
-        """Keep the wanted keys of an environment's `info`, in a form that can be sent."""
-        if self.wanted and isinstance(info, Mapping):
+        """Keep the wanted keys of an environment's `info`, in a form that can be sent, and its metrics. Raises
+        `EpisodeFailure` for metrics of another form."""
+        if not isinstance(info, Mapping):
+            return
+        if "metrics" in info:
+            self._measure(info["metrics"])
+        if self.wanted:
             for name in self.wanted:
                 if name in info:
                     self.info[name] = self._within_bounds(name, plain(info[name]))
+
+    def _measure(self, metrics: object) -> None:
+        if not isinstance(metrics, Mapping):
+            raise EpisodeFailure(f"info['metrics'] is a {type(metrics).__name__}, not a mapping of names to numbers")
+        for name, value in metrics.items():
+            if not isinstance(name, str) or len(name) > MAX_METRIC_NAME:
+                raise EpisodeFailure(f"info['metrics']: {str(name)[:MAX_METRIC_NAME]!r} is no short name")
+            try:
+                number = check_number(f"info['metrics'][{name!r}]", value)
+            except ValueError as error:
+                raise EpisodeFailure(str(error)) from None
+            if len(values := self.metrics.setdefault(sendable(name), [])) < MOST_METRIC_VALUES:
+                values.append(number)
+        if len(self.metrics) > MOST_METRICS:
+            raise EpisodeFailure(f"info['metrics'] has had {len(self.metrics)} names, more than {MOST_METRICS}")
+
+    def _measured(self) -> dict[str, float]:
+        kinds = self.environment.style.metric_kinds if self.environment is not None else {}
+        return {name: METRIC_KINDS[kinds.get(name, "mean")](values) for name, values in self.metrics.items()}
 
     def _within_bounds(self, name: str, value: Any) -> Any:
         """Return a value of `info`, or a text instead if the episode's summary would become too large."""
@@ -266,6 +304,7 @@ class Episode:
             env_seed=self.lease.env_seed,
             temperature=self.sampling.temperature,
             info=self.info,
+            metrics=self._measured(),
         )
 
 

@@ -77,6 +77,7 @@ class IsolatedEnvironment:
         self, task: Task, *, class_name: str, style: Style, options: dict[str, Any], workers: WorkerPool
     ) -> None:
         self.class_name, self.system, self.tools = class_name, style.system, style.tools
+        self.metric_kinds = style.metric_kinds
         self._task, self._options, self._workers = task, options, workers
         self._worker: WorkerProcess | None = None
 

@@ -22,16 +22,35 @@ SPECIAL_TOKENS = (PAD, UNKNOWN, USER, ASSISTANT, END)
 ALPHABET = ("\n", *map(chr, range(0x20, 0x7F)))
 
 CHAT_TEMPLATE = (
+    "{%- if tools -%}"
+    f"{{{{- '{USER}tools:' -}}}}"
+    "{%- for tool in tools -%}"
+    "{{- ' ' + tool['function']['name'] + '(' -}}"
+    "{%- for key in tool['function'].get('parameters', {}).get('properties', {}) -%}"
+    "{{- ('' if loop.first else ', ') + key -}}"
+    "{%- endfor -%}"
+    "{{- ')' -}}"
+    "{%- endfor -%}"
+    "{%- endif -%}"
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'assistant' -%}"
-    f"{{{{- '{ASSISTANT}' + message['content'] + '{END}' -}}}}"
+    f"{{{{- '{ASSISTANT}' + message['content'] -}}}}"
+    "{%- for call in message.get('tool_calls', []) -%}"
+    "{{- '<tool_call>\\n{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' -}}"
+    "{{- call['function']['arguments'] | tojson -}}"
+    "{{- '}\\n</tool_call>' -}}"
+    "{%- endfor -%}"
+    f"{{{{- '{END}' -}}}}"
+    "{%- elif message['role'] == 'tool' -%}"
+    f"{{{{- '{USER}<tool_response>' + message['content'] + '</tool_response>' -}}}}"
     "{%- else -%}"
     f"{{{{- '{USER}' + message['content'] -}}}}"
     "{%- endif -%}"
     "{%- endfor -%}"
     f"{{%- if add_generation_prompt -%}}{{{{- '{ASSISTANT}' -}}}}{{%- endif -%}}"
 )
-"""A user message has no closing token: the assistant's opening token ends it. This keeps prompts short."""
+"""A user message has no closing token: the assistant's opening token ends it. This keeps prompts short. Of tools only
+the names and those of their parameters are shown. Calls have the form of Hermes and Qwen."""
 
 
 def write_tiny_model(directory: Path, config: TinyModelConfig, max_context: int) -> None:

@@ -36,6 +36,7 @@ def _figures(played: Sequence[Played], *, solved_at: float) -> dict[str, Any]:
         "truncated": sum(episode.status == "truncated" for episode in episodes),
         "failed": len(episodes) - len(finished),
         "policy_versions": [min(versions), max(versions)] if versions else None,
+        "metrics": means_of_metrics(finished),
     }
 
 
@@ -47,3 +48,12 @@ def pass_at(played: Sequence[Played], *, solved_at: float) -> dict[str, float]:
     ks = sorted({1 << power for power in range(num_samples.bit_length())} | {num_samples}) if num_samples else []
     solved = [(len(each), sum(e.status != "failed" and e.reward >= solved_at for e in each)) for each in played]
     return {str(k): sum(1.0 - comb(num - right, k) / comb(num, k) for num, right in solved) / len(solved) for k in ks}
+
+
+def means_of_metrics(episodes: Sequence[EpisodeSummary]) -> dict[str, float]:
+    """Return the mean of each of the environments' own metrics, over the episodes that have it."""
+    values: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}

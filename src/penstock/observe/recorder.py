@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.observe import jsonl
-from penstock.observe.evaluation_results import results
+from penstock.observe.evaluation_results import means_of_metrics, results
 from penstock.observe.jsonl import JsonLinesWriter
 from penstock.observe.log_lines import Paced, pairs
-from penstock.observe.summary import PLAYED, mean
+from penstock.observe.summary import PLAYED, deviation, mean
 from penstock.observe.trackers import Tracker
 from penstock.ports.group_records import GroupRecord
 from penstock.ports.observer import BusySpan, Observer, Scheduling
@@ -335,8 +335,13 @@ class Recorder(Observer):
 
 def _figures(episodes: Summaries) -> dict[str, float | None]:
     """Return the figures of completed episodes for the line of a step."""
+    rewards = [episode.reward for episode in episodes]
     return {
-        "reward": mean([episode.reward for episode in episodes]),
+        "reward": mean(rewards),
+        "reward_std": deviation(rewards),
         "episodes": len(episodes),
         "response_length_mean": mean([episode.response_tokens for episode in episodes]),
+        "turns_mean": mean([episode.num_turns for episode in episodes]),
+        "truncated_share": mean([float(episode.status == "truncated") for episode in episodes]),
+        **{f"env/{name}": value for name, value in means_of_metrics(episodes).items()},
     }

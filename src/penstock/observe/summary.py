@@ -6,6 +6,7 @@ recorded step. It is divided by the wall time between these steps and by the num
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -188,6 +189,12 @@ def numbers(lines: Iterable[Record], key: str) -> list[float]:
 
 def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Return the population standard deviation."""
+    middle = mean(values)
+    return None if middle is None else math.sqrt(sum((value - middle) ** 2 for value in values) / len(values))
 
 
 def wall_seconds(state: Mapping[str, Any], *, now: float | None = None) -> float | None:

@@ -19,7 +19,16 @@ from penstock.control.messages import (
 from penstock.scheduler.active_group import ActiveGroup
 from penstock.scheduler.members import errors_of
 from penstock.scheduler.scheduler import Scheduler
-from penstock.types import MAX_VERSION, NO_VERSION, EpisodeId, EpisodeState, EpisodeSummary, Summaries
+from penstock.types import (
+    MAX_METRIC_NAME,
+    MAX_VERSION,
+    MOST_METRICS,
+    NO_VERSION,
+    EpisodeId,
+    EpisodeState,
+    EpisodeSummary,
+    Summaries,
+)
 
 MOST = 1 << 40
 """Limit of every count in a message."""
@@ -116,6 +125,9 @@ def check_summary(summary: EpisodeSummary) -> None:
     demand(in_order, f"its versions are {summary.version_min} to {summary.version_max}")
     for seconds in (summary.seconds, summary.env_s, summary.reward_s):
         demand(0 <= seconds <= MAX_SECONDS, f"it took {seconds} s")
+    demand(len(summary.metrics) <= MOST_METRICS, f"it has {len(summary.metrics)} metrics")
+    for name, value in summary.metrics.items():
+        demand(len(name) <= MAX_METRIC_NAME and math.isfinite(value), f"its metric {name[:MAX_METRIC_NAME]} is {value}")
 
 
 def check_episodes(episodes: Sequence[EpisodeId]) -> None:
