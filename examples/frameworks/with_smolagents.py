@@ -16,7 +16,8 @@ class Answerer(Player):
     async def answer(self, llm: Endpoint, question: str, tools: list[Tool]) -> str:
         model = OpenAIModel(llm.model, api_base=llm.base_url, api_key=llm.api_key)
         agent = ToolCallingAgent(list(map(tool, tools)), model, max_steps=6, verbosity_level=LogLevel.OFF)
-        return str(await asyncio.to_thread(agent.run, question))
+        with model.client:
+            return str(await asyncio.to_thread(agent.run, question))
 
 
 if __name__ == "__main__":
