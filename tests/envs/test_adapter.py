@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from importlib.util import find_spec
 from typing import Any
 
 import gymnasium
@@ -183,6 +184,47 @@ def test_a_prompt_may_say_what_is_seen_and_what_can_be_done() -> None:
 
 def test_locating_one_imports_nothing() -> None:
     assert locate("gem:game:GuessTheNumber-v0-easy") == ("gem", "game:GuessTheNumber-v0-easy")
+
+
+def test_a_map_is_shown_as_text_with_the_place_of_the_player() -> None:
+    env = resolve("gym:FrozenLake-v1")(TASK, render="ansi", is_slippery=False, prompt="{observation}\n{actions}")
+    observation, _ = env.reset(0)
+    assert observation.startswith("[S]FFF\nFHFH\nFFFH\nHFFG\n")
+    seen = env.step("1")[0]
+    assert "\n[F]HFH\n" in seen and "\x1b" not in seen
+    with pytest.warns(UserWarning, match="ansi"), pytest.raises(ConfigError, match=r"render ansi: .*Blackjack"):
+        resolve("gym:Blackjack-v1")(TASK, render="ansi")
+    with pytest.raises(ConfigError, match=r"env\.options\.render is `ansi`, not 'human'"):
+        resolve("gym:FrozenLake-v1")(TASK, render="human")
+
+
+LACKING = ("Wordle", "Hangman", "WordSearch")
+"""Families of GEM that need nltk, and its data."""
+UNSHOWN = ("Sudoku", "TowerofHanoi")
+"""Families that show no action."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    (
+        *("GuessTheNumber", "Mastermind", "Minesweeper", "FifteenPuzzle", "Sudoku", "TowerofHanoi", "Game2048"),
+        *("Sokoban", "Crosswords", "Wordle", "Hangman", "WordSearch"),
+    ),
+)
+def test_every_family_of_gems_games_is_played(family: str) -> None:
+    make = resolve(f"gem:game:{family}-v0-easy")
+    if family in LACKING and find_spec("nltk") is None:
+        with pytest.raises(ConfigError, match="nltk"):
+            make(TASK)
+        return
+    env = make(TASK)
+    observation, _ = env.reset(7)
+    assert len(observation) > 20
+    if family in UNSHOWN:
+        with pytest.raises(ConfigError, match="set its steps to 0"):
+            env.demonstrate()
+    said, reward, *_ = env.step("up" if family in UNSHOWN else env.demonstrate())
+    assert isinstance(said, str) and isinstance(reward, float)
 
 
 def test_gem_environments_that_take_turns_do_not_disturb_each_other() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ PACKAGES = {"gym": "gymnasium", "gem": "gem"}
 prefixes."""
 LARGEST_SEED = 2**31
 """Upper bound (exclusive) of seeds: some of these environments use generators that accept no larger seed."""
+HIGHLIGHTED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")
+"""Text with a colour, as terminals show it."""
 KEPT = ("__module__", "__qualname__", "blocking", "isolated", "max_concurrent")
 """Attributes copied from an adapted class: its location, and how to call it."""
 
@@ -35,7 +38,7 @@ Result = tuple[str, float, bool, bool, dict[str, Any]]
 
 
 class Adapter:
-    """One episode of another library's environment. The adapter takes the options `prompt`, `action_names`,
+    """One episode of another library's environment. The adapter takes the options `prompt`, `action_names`, `render`,
     `unparsable` and `unparsable_reward`; all other options go to the environment."""
 
     make: Callable[..., Any]
@@ -47,17 +50,23 @@ class Adapter:
         *,
         prompt: str | None = None,
         action_names: Sequence[str] = (),
+        render: Literal["ansi"] | None = None,
         unparsable: Literal["again", "end"] = "again",
         unparsable_reward: float = 0.0,
         **arguments: Any,
     ) -> None:
         """`prompt`: a format string with `{observation}` and `{actions}`, used for every observation. `{actions}` is a
-        description of a valid action. `action_names`: names for a discrete space's actions, in order. `unparsable`:
-        what follows an answer without an action, the last observation (`again`) or the `end` of the episode.
-        `unparsable_reward`: the reward of such an answer."""
+        description of a valid action. `action_names`: names for a discrete space's actions, in order. `render`: `ansi`
+        shows the text that a Gymnasium environment draws, with brackets around what it highlights, instead of the
+        observation. `unparsable`: what follows an answer without an action, the last observation (`again`) or the `end`
+        of the episode. `unparsable_reward`: the reward of such an answer."""
         if unparsable not in ("again", "end"):
             raise ConfigError(f"env.options.unparsable is `again` or `end`, not {unparsable!r}")
-        self._env = type(self).make(**arguments)
+        if render not in (None, "ansi"):
+            raise ConfigError(f"env.options.render is `ansi`, not {render!r}")
+        self._renders = render is not None
+        self._env = type(self).make(**arguments, **({"render_mode": render} if render else {}))
+        self._check_rendering()
         self._reader = self._read_spaces(action_names)
         self._prompt = prompt or ("{observation}" if self._reader is None else "{observation}\nAction: {actions}")
         try:
@@ -70,15 +79,21 @@ class Adapter:
         self._unparsable, self._unparsable_reward = unparsable, unparsable_reward
         self._shown = ""
 
+    def _check_rendering(self) -> None:
+        modes = getattr(self._env, "metadata", {}).get("render_modes", ())
+        if self._renders and "ansi" not in modes:
+            raise ConfigError(f"env.options.render ansi: {self._env} draws only {', '.join(modes) or 'nothing'}")
+
     def _read_spaces(self, action_names: Sequence[str]) -> Any:
         """Return the `Actions` that read the policy's answers; None if observations and actions are text already, as in
-        an environment without an action space."""
+        an environment without spaces. (GEM's Sokoban lists its actions in `action_space`.)"""
         action_space = getattr(self._env, "action_space", None)
-        if action_space is None:
+        if action_space is None or not hasattr(self._env, "observation_space"):
             return None
         from penstock.envs.spaces import Actions, check_observations  # needs Gymnasium
 
-        check_observations(self._env.observation_space)
+        if not self._renders:
+            check_observations(self._env.observation_space)
         return Actions(action_space, action_names)
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
@@ -103,17 +118,23 @@ class Adapter:
         """Return a random action in the right form. It shows how to write an action, not how to play well."""
         if self._reader is not None:
             return str(self._reader.write(self._env.action_space.sample()))
-        if not hasattr(self._env, "sample_random_action"):
-            raise ConfigError("model.warm_start needs an environment that can show an action: set its steps to 0")
-        with self._randomness():
-            return str(self._env.sample_random_action())
+        try:
+            with self._randomness():
+                return str(self._env.sample_random_action())
+        except (AttributeError, NotImplementedError):
+            reason = "model.warm_start needs an environment that can show an action: set its steps to 0"
+            raise ConfigError(reason) from None
 
     def close(self) -> None:
         if hasattr(self._env, "close"):
             self._env.close()
 
     def _show(self, observation: Any, info: dict[str, Any]) -> str:
-        text = observation if self._reader is None else self._reader.write_observation(observation)
+        text: Any
+        if self._renders:
+            text = HIGHLIGHTED.sub(r"[\1]", str(self._env.render())).strip("\n")
+        else:
+            text = observation if self._reader is None else self._reader.write_observation(observation)
         if not isinstance(text, str):
             return text  # type: ignore[no-any-return] # the caller reports the wrong type
         text = f"{info.get('prefix', '')}{text}"
@@ -178,14 +199,14 @@ def adapt_id(name: str) -> type[Adapter]:
     `ConfigError` if the library has no such environment."""
     package, identifier = check_package(name)
     library = importlib.import_module(package)
-    errors: Any = library.error.Error if package == "gymnasium" else ()
+    errors: Any = (library.error.Error,) if package == "gymnasium" else ()
 
     def make(**arguments: Any) -> Any:
         try:
             return library.make(identifier, **arguments)
         except TypeError as error:  # only the library knows which arguments fit
             raise misfit(identifier, arguments, error) from None
-        except errors as error:  # for example, a dependency of the environment is missing
+        except (ImportError, *errors) as error:  # for example, a dependency of the environment is missing
             raise ConfigError(f"env.name {name!r}: {error}") from None
 
     if package == "gem":
