@@ -73,13 +73,21 @@ class Heard:
 
 
 async def synthesize(
-    directory: Path, settings: Config, play: Play, *, until: float = float("inf"), broken: Collection[int] = ()
+    directory: Path,
+    settings: Config,
+    play: Play,
+    *,
+    until: float = float("inf"),
+    broken: Collection[int] = (),
+    hopeless: bool = False,
 ) -> tuple[Scheduler, Heard]:
-    """A controller, which dies at `until` seconds. The groups in `broken` fail whenever they are played."""
+    """A controller, which dies at `until` seconds. The groups in `broken` fail whenever they are played; the worker
+    knows it if they are `hopeless`."""
 
     def collect(group: int, ref: PayloadRef | None, episodes: Sequence[EpisodeSummary]) -> None:
         if group in broken:
-            ref, episodes = None, [*episodes[1:], replace(episodes[0], status="failed", error="KeyError: 'answer'")]
+            failure: dict[str, Any] = {"status": "failed", "error": "KeyError: 'answer'", "is_final": hopeless}
+            ref, episodes = None, [*episodes[1:], replace(episodes[0], **failure)]
         loop.collect(system, group, ref, episodes)
 
     recorder, pool, heard = Recorder(directory), ExperiencePool(directory / "pool"), Heard()
@@ -141,13 +149,16 @@ def test_filtered_groups_end_nothing_and_are_counted(tmp_path: Path) -> None:
     assert events[-1]["event"] == "completed"
 
 
-def test_groups_that_fail_among_others_are_counted_with_an_alarm_and_the_latest_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("hopeless", "attempts"), [(False, "3 attempts"), (True, "1 attempt")])
+def test_groups_that_fail_among_others_are_counted_with_an_alarm_and_the_latest_reason(
+    tmp_path: Path, hopeless: bool, attempts: str
+) -> None:
     broken = [group for group in range(NUM_TASKS) if group % 4]
-    scheduler, heard = run_virtual(synthesize(tmp_path, config(), random_play(0), broken=broken))
+    scheduler, heard = run_virtual(synthesize(tmp_path, config(), random_play(0), broken=broken, hopeless=hopeless))
     assert scheduler.ledger.counts()["failed"] == len(broken) * GROUP_SIZE and len(heard.groups) == NUM_TASKS // 4
     played = jsonl.read_json(tmp_path / "played.json")
     assert played["groups_failed"] == len(broken)
-    assert played["latest_failure"] == "given up after 3 attempts: KeyError: 'answer'"
+    assert played["latest_failure"] == f"given up after {attempts}: KeyError: 'answer'"
     events = jsonl.read(tmp_path / "events.jsonl")
     (alarm,) = [event["reason"] for event in events if event["event"] == "alarm"]
     assert alarm.startswith("failures: 25 of the latest ") and alarm.endswith("the last error was: KeyError: 'answer'")

@@ -124,6 +124,8 @@ class Trajectory:
     stop_reason: StopReason | None = None
     """None if the episode failed or was aborted."""
     error: str | None = None
+    is_final: bool = False
+    """Whether a failed episode would fail in the same way again."""
     started_at: float = 0.0
     """Seconds since the epoch."""
     finished_at: float = 0.0
@@ -168,6 +170,7 @@ class Trajectory:
             env_s=self.env_s,
             reward_s=self.reward_s,
             error=self.error,
+            is_final=self.is_final,
             text=text,
             env_seed=self.env_seed,
             info=self.info,

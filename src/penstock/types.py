@@ -179,6 +179,8 @@ class EpisodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: StopReason | None = None
     """None if the episode failed or was aborted."""
     error: str | None = None
+    is_final: bool = False
+    """Whether a failed episode would fail in the same way again."""
     text: str | None = None
     """Decoded last action, for evaluation samples."""
     env_seed: int = 0

@@ -117,6 +117,18 @@ def test_a_bad_environment_is_data_not_a_crash(
     assert len(trajectories) == 2
     for trajectory in trajectories:
         assert trajectory.status == "failed" and trajectory.error is not None and message in trajectory.error
+        assert trajectory.summary().is_final == ("prompt_too_long" in message)
+
+
+@pytest.mark.parametrize(("size", "room"), [(0, 8), (2, 8), (5, 5), (9, 1), (10, 0)])
+def test_an_answer_has_the_room_that_its_prompt_leaves(chat: ChatTokenizer, size: int, room: int) -> None:
+    empty = len(chat.prompt([{"role": "user", "content": ""}]))
+    config = Config.model_validate({"model": {"max_context": empty + 10}, "env": {"max_new_tokens": 8}})
+    policy = lambda prompt, seed: chat.encode("x" * 100)  # noqa: E731
+    make = partial(Echo, observation="o" * size)
+    found = play(chat, policy, make=make, config=config)
+    assert [each.num_tokens for each in found] == [room] * 2
+    assert {each.status for each in found} == {"truncated" if room else "failed"}
 
 
 class ShowsLong(Echo):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left, insort
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from penstock.deadline import deadline, holding
@@ -97,7 +96,7 @@ class Conversation:
     def __init__(self, episode: Episode, chat: ChatTokenizer, generate: Generate, *, max_context: int) -> None:
         """`max_context`: maximum number of tokens of a prompt and its answer together."""
         self._episode, self._chat, self._generate, self.max_context = episode, chat, generate, max_context
-        self._bounds, self._format = episode.bounds, chat.answers
+        self._format = chat.answers
         self._said: list[Said] = []
         """What turns said that answer chat requests, the shortest conversations first."""
         self._continued: dict[int, list[int]] = {}
@@ -212,14 +211,14 @@ class Conversation:
         given_ids = prompt_ids
         async with holding(self._turn, TURN_S, waiter=self.name, resource="its turn", holder="its other request"):
             episode = self._episode
-            episode.bounds = self._bounds
+            episode.limit_turn(max_tokens)
             parent, known = self._place(prompt_ids)
             if known == len(prompt_ids):
                 raise NothingAsked("the prompt ends with the policy's own answer: add something to it")
             if self._continued.get(parent) and (healed := self._healed(prompt_ids)):
                 parent, prompt_ids = healed
                 known = len(episode.context_after(parent))
-            limit = min(max_tokens, episode.turn_budget, self.max_context - len(prompt_ids))
+            limit = min(episode.turn_budget, self.max_context - len(prompt_ids))
             if len(episode.turns) >= (max_turns := episode.settings.max_turns):
                 raise self._end("max_turns", f"the episode has used its {max_turns} turns (env.max_turns)")
             if limit < 1:
@@ -228,7 +227,7 @@ class Conversation:
                     f"the prompt has {len(prompt_ids)} tokens, which leaves no room to answer: the maximum context "
                     f"length is {self.max_context} tokens (model.max_context), and the episode has a budget",
                 )
-            episode.bounds = replace(self._bounds, max_new_tokens=limit)
+            episode.limit_turn(limit)
             episode.open_branch(parent, prompt_ids[known:])
             try:
                 first = await self._generate(episode, False)

@@ -21,6 +21,10 @@ class EpisodeFailure(RuntimeError):
     """An episode cannot continue. The message becomes the `error` of its trajectory."""
 
 
+class PromptTooLong(EpisodeFailure):
+    """The first prompt does not fit into the context. Another attempt would have the same prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class Style:
     """What an environment declares besides its observations."""

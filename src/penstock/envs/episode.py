@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -19,10 +19,11 @@ import msgspec
 from penstock.config import ConfigError, EnvironmentConfig
 from penstock.deadline import deadline
 from penstock.envs.calls import EpisodeEnvironment
-from penstock.envs.dialogue import METRIC_KINDS, EpisodeFailure, Message
+from penstock.envs.dialogue import METRIC_KINDS, EpisodeFailure, Message, PromptTooLong
 from penstock.envs.rewards.reward import check_number
 from penstock.envs.rewards.scorer import Scorer
 from penstock.envs.worker_calls import MAX_INFO_MEMORY, memory_of, plain
+from penstock.ports.environment import TaskError
 from penstock.samples import Segment, Trajectory, Turn, path_to
 from penstock.scheduler.segments import AnswerState, SegmentPolicy
 from penstock.seeding import nth_seed
@@ -95,6 +96,8 @@ class Episode:
     status: TrajectoryStatus = "completed"
     stop_reason: StopReason | None = None
     error: str | None = None
+    is_final: bool = False
+    """Whether the episode would fail in the same way again."""
     wanted: frozenset[str] = frozenset()
     """Keys of the environment's `info` to keep."""
     info: dict[str, Any] = field(default_factory=dict)
@@ -102,9 +105,12 @@ class Episode:
     """Values that the environment gave in `info["metrics"]`, by name."""
     ended: bool = False
     """Whether the episode has ended: completed, failed or aborted."""
+    _whole: SegmentPolicy = field(init=False)
+    """The bounds without those of single turns."""
 
     def __post_init__(self) -> None:
         self.remaining_s = self.lease.deadline_s
+        self._whole = self.bounds
         self._restart_turn_timer()
 
     @property
@@ -137,6 +143,10 @@ class Episode:
         different ones."""
         seed = self.lease.sampling_seed
         return nth_seed(seed, self.num_siblings) if self.num_siblings else seed
+
+    def limit_turn(self, max_tokens: int) -> None:
+        """Let the next turn generate at most so many tokens, and no more than any turn may."""
+        self.bounds = replace(self._whole, max_new_tokens=min(self._whole.max_new_tokens, max_tokens))
 
     def open_turn(self, observation_ids: list[int]) -> None:
         """Open a turn that continues the latest one."""
@@ -263,6 +273,7 @@ class Episode:
     def fail(self, error: Exception) -> None:
         if not self.ended:
             self.status, self.error = "failed", f"{type(error).__name__}: {sendable(str(error))}"
+            self.is_final = isinstance(error, PromptTooLong | TaskError)
             self.end()
 
     def abort(self) -> None:
@@ -297,6 +308,7 @@ class Episode:
             status=self.status,
             stop_reason=self.stop_reason,
             error=self.error,
+            is_final=self.is_final,
             started_at=self.started_at,
             finished_at=self.started_at + seconds,
             env_s=max(seconds - self.answering_s - self.rewarding_s, 0.0),

@@ -26,7 +26,7 @@ import msgspec
 from penstock.config import Config
 from penstock.envs.agents import Conversation, Gateway, PausableTimeout
 from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment, Outcome
-from penstock.envs.dialogue import EpisodeFailure, Message, messages_of, text_of
+from penstock.envs.dialogue import EpisodeFailure, Message, PromptTooLong, messages_of, text_of
 from penstock.envs.episode import Episode, answering, contained_together, spending
 from penstock.envs.exception_location import LoggedOnce, OnError
 from penstock.envs.rewards.scorer import RewardFailure, Scorers
@@ -256,7 +256,7 @@ class EnvManager:
         with contained_together(episodes):
             prompt_ids = await self._prompt(episodes[0])
             for episode in episodes:
-                episode.open_turn(prompt_ids)
+                self._open_turn(episode, prompt_ids)
             with answering(episodes):
                 async with spending(episodes, **ANSWER):
                     segments = await self._policy.generate(
@@ -281,8 +281,9 @@ class EnvManager:
             await self._reset(episode, environment)
             prompt_ids = await self._prompt(episode)
             if saved is None:
-                episode.open_turn(prompt_ids)
+                self._open_turn(episode, prompt_ids)
             elif prompt_ids == saved.turns[0].observation_ids:
+                episode.limit_turn(self._max_context - len(prompt_ids))
                 episode.continue_from(saved)
             else:
                 raise EpisodeFailure("the same seed gives another first observation: the episode cannot continue")
@@ -298,12 +299,12 @@ class EnvManager:
     async def _prompt(self, episode: Episode) -> list[int]:
         size = _num_characters(episode.opening)
         if size > self._max_characters:  # tokenising it would hold up all other episodes
-            raise EpisodeFailure(f"prompt_too_long: {size} characters exceed model.max_context {self._max_context}")
+            raise PromptTooLong(f"prompt_too_long: {size} characters exceed model.max_context {self._max_context}")
         prompt_ids = await self._tokens(self._chat.prompt, episode.opening, episode)
-        if len(prompt_ids) + episode.turn_budget > self._max_context:
-            raise EpisodeFailure(
-                f"prompt_too_long: {len(prompt_ids)} prompt tokens + {episode.turn_budget} new ones "
-                f"exceed model.max_context {self._max_context}"
+        if len(prompt_ids) >= self._max_context:
+            raise PromptTooLong(
+                f"prompt_too_long: {len(prompt_ids)} prompt tokens leave no room for an answer in model.max_context "
+                f"{self._max_context}"
             )
         return prompt_ids
 
@@ -364,12 +365,16 @@ class EnvManager:
             return "max_length"
         continuation = partial(self._chat.continuation, ended=finished)
         observation_ids = await self._tokens(continuation, messages, episode)
-        budget = episode.turn_budget
-        if budget <= 0 or len(episode.context) + len(observation_ids) + budget > self._max_context:
+        if episode.turn_budget < 1 or len(episode.context) + len(observation_ids) >= self._max_context:
             return "max_length"
         episode.said.append(text_of(messages))
-        episode.open_turn(observation_ids)
+        self._open_turn(episode, observation_ids)
         return None
+
+    def _open_turn(self, episode: Episode, observation_ids: list[int]) -> None:
+        """Open a turn whose answer fits into the context."""
+        episode.limit_turn(self._max_context - len(episode.context) - len(observation_ids))
+        episode.open_turn(observation_ids)
 
     async def _score(self, episode: Episode, *, finished: bool) -> None:
         """Compute the reward of the whole episode, if `env.reward` is set. Only this episode waits for it."""

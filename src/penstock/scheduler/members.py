@@ -9,8 +9,8 @@ from penstock.scheduler.active_groups import ActiveGroups
 from penstock.scheduler.dispatcher import Dispatcher
 from penstock.types import EpisodeState, GroupAttempt, PayloadRef, Summaries
 
-FailGroup = Callable[[ActiveGroup, str], object]
-"""Ends the current attempt of a group with an error."""
+FailGroup = Callable[[ActiveGroup, str, bool], object]
+"""Ends the current attempt of a group with an error. The flag: another attempt would fail in the same way."""
 
 
 class MemberReports:
@@ -75,8 +75,13 @@ class MemberReports:
             if not rewarded:  # otherwise `finish_generation` already queued the rest
                 self._dispatcher.enqueue_rest(group, summaries[0].response_tokens)
         else:
-            self._fail_group(group, next(iter(errors.values())))
+            self._fail_group(group, next(iter(errors.values())), is_final(summaries))
         self._wake()
+
+
+def is_final(summaries: Summaries) -> bool:
+    """Return whether an episode would fail in the same way again."""
+    return any(summary.is_final for summary in summaries if summary.status == "failed")
 
 
 def errors_of(summaries: Summaries) -> dict[int, str]:

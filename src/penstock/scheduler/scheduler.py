@@ -26,7 +26,7 @@ from penstock.scheduler.failure_budget import FailureBudget, OutOfTasks, command
 from penstock.scheduler.filters import ZERO_VARIANCE, FilterChain, FilterFailed, FinishedGroup
 from penstock.scheduler.health import Health
 from penstock.scheduler.length_prediction import Background, LengthPrediction, run_now
-from penstock.scheduler.members import MemberReports, errors_of
+from penstock.scheduler.members import MemberReports, errors_of, is_final
 from penstock.scheduler.restoring import Restoring
 from penstock.scheduler.supply import Supply
 from penstock.scheduler.trigger import Thresholds
@@ -225,7 +225,7 @@ class Scheduler:
             return None
         self._progress.changed(self._runnable)
         if errors := errors_of(summaries):
-            return self._fail(group, next(iter(errors.values())))
+            return self._fail(group, next(iter(errors.values())), is_final(summaries))
         self._dispatcher.capacity.release_slots(group)
         members = [summary.episode.episode for summary in summaries]
         group.mark_ready(members)
@@ -238,18 +238,20 @@ class Scheduler:
         self._end_group(group, EpisodeState.TRAINED)
         return EpisodeState.TRAINED
 
-    def _fail(self, group: ActiveGroup, error: str) -> EpisodeState:
-        """Queue the group for another attempt, or end it as FAILED after `env.max_attempts` failures."""
+    def _fail(self, group: ActiveGroup, error: str, would_fail_again: bool) -> EpisodeState:
+        """Queue the group for another attempt, or end it as FAILED: after `env.max_attempts` failures, or if another
+        attempt would fail in the same way."""
         group.num_failures += 1
         group.forget_progress()
         self._dispatcher.take_back(group)
-        if group.num_failures < self._config.env.max_attempts:
+        if group.num_failures < self._config.env.max_attempts and not would_fail_again:
             self._log_decision("retry", error, {"group": group.number, "attempt": group.attempt})
             self.groups.move(group, Stage.INTERRUPTED)
             return EpisodeState.PENDING
         is_evaluation = group.kind == "evaluation"
         inputs = {"group": group.number} | ({} if is_evaluation else {"given_up": group.task.task_id})
-        self._log_decision("retry", f"given up after {group.num_failures} attempts: {error}", inputs)
+        attempts = f"{group.num_failures} attempt{'' if group.num_failures == 1 else 's'}"
+        self._log_decision("retry", f"given up after {attempts}: {error}", inputs)
         self._end_group(group, EpisodeState.FAILED)
         if is_evaluation:
             self.evaluations.fail_group(group, error)
