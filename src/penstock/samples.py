@@ -138,7 +138,8 @@ class Trajectory:
     temperature: float = 1.0
     """At which the actions were sampled."""
     info: dict[str, Any] = field(default_factory=dict)
-    """Latest value of each key in the environment's info that `dump.columns` names."""
+    """Latest value of each key in the environment's info that `dump.columns` names, or of all keys if a filter of the
+    user may look at them."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The environment's own metrics of the episode, by name."""
 

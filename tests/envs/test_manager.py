@@ -376,6 +376,18 @@ def measured(chat: ChatTokenizer, *metrics: Any) -> Trajectory:
     return play(chat, lambda prompt, seed: [chat.eos_ids[0]], make=make, config=config, job=work(1))[0]
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_filter_of_the_user_gets_the_whole_info(chat: ChatTokenizer, own: bool) -> None:
+    class Telling(Echo):
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            return "", 1.0, True, False, {"depth": np.int64(3), "metrics": {"a": 1}}
+
+    filters = [{"name": "my_filters:Solved"}] if own else ["zero_variance"]
+    config = Config.model_validate({"scheduler": {"group_filter": filters}})
+    (found, _) = play(chat, ["ok", "ok"], make=Telling, config=config)
+    assert found.summary().info == ({"depth": 3} if own else {}) and found.metrics == {"a": 1.0}
+
+
 def test_metrics_of_steps_become_those_of_the_episode(chat: ChatTokenizer) -> None:
     whole = measured(chat, {"calls": 1, "depth": np.int64(2), "right": True}, {"calls": 2, "depth": 1, "right": False})
     assert whole.error is None

@@ -233,6 +233,12 @@ class Config(Section):
         return max(groups * self.trainer.groups_per_step * self.env.num_members, self.max_running)
 
     @property
+    def kept_info(self) -> frozenset[str] | None:
+        """Return the keys of an environment's `info` that leave the worker with an episode: those that the dump needs.
+        None: all, because a filter of the user may look at them."""
+        return None if self.scheduler.has_own_filter else self.dump.foreign_columns
+
+    @property
     def environments(self) -> Environments:
         """Return the environments by purpose and tag, with all their settings."""
         return Environments.of(self.env, self.data, self.validation)

@@ -278,6 +278,11 @@ class SchedulerConfig(Section):
         return any(each.name == "zero_variance" for each in self.group_filter)
 
     @property
+    def has_own_filter(self) -> bool:
+        """Return whether a filter of the user decides about groups."""
+        return any(":" in each.name for each in self.group_filter)
+
+    @property
     def alternates(self) -> bool:
         """Return whether generation stops while the learner trains."""
         return self.mode in ("synchronous", "colocated")

@@ -14,6 +14,8 @@ from penstock.ports.environment import Action, Observation, ToolCall
 from penstock.sendable import encodable
 
 Message = Mapping[str, Any]
+METRICS = "metrics"
+"""Key of the metrics in an environment's `info`."""
 METRIC_KINDS: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "sum": sum, "max": max}
 
 

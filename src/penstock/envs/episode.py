@@ -19,7 +19,7 @@ import msgspec
 from penstock.config import ConfigError, EnvironmentConfig
 from penstock.deadline import deadline
 from penstock.envs.calls import EpisodeEnvironment
-from penstock.envs.dialogue import METRIC_KINDS, EpisodeFailure, Message, PromptTooLong
+from penstock.envs.dialogue import METRIC_KINDS, METRICS, EpisodeFailure, Message, PromptTooLong
 from penstock.envs.rewards.reward import check_number
 from penstock.envs.rewards.scorer import Scorer
 from penstock.envs.worker_calls import MAX_INFO_MEMORY, memory_of, plain
@@ -98,8 +98,8 @@ class Episode:
     error: str | None = None
     is_final: bool = False
     """Whether the episode would fail in the same way again."""
-    wanted: frozenset[str] = frozenset()
-    """Keys of the environment's `info` to keep."""
+    wanted: frozenset[str] | None = frozenset()
+    """Keys of the environment's `info` to keep. None: all."""
     info: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
     """Values that the environment gave in `info["metrics"]`, by name."""
@@ -237,12 +237,12 @@ class Episode:
         `EpisodeFailure` for metrics of another form."""
         if not isinstance(info, Mapping):
             return
-        if "metrics" in info:
-            self._measure(info["metrics"])
-        if self.wanted:
-            for name in self.wanted:
-                if name in info:
-                    self.info[name] = self._within_bounds(name, plain(info[name]))
+        if METRICS in info:
+            self._measure(info[METRICS])
+        names = [str(name) for name in info if name != METRICS] if self.wanted is None else self.wanted
+        for name in names:
+            if name in info:
+                self.info[name] = self._within_bounds(name, plain(info[name]))
 
     def _measure(self, metrics: object) -> None:
         if not isinstance(metrics, Mapping):

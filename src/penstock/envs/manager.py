@@ -98,7 +98,7 @@ class EnvManager:
         self._gateway, self._scorers = gateway, scorers
         self._on_error = on_error or LoggedOnce()
         self._make_environment = partial(EpisodeEnvironment, limit=ConcurrencyLimit(), on_error=self._on_error)
-        self._wanted = config.dump.foreign_columns
+        self._wanted = config.kept_info
         self._num_drifts = self._num_refused = self._num_branches = self._num_untrained = 0
         self._told_refusals: set[str] = set()
 

@@ -6,9 +6,10 @@ A filter is one class with one method:
         def __init__(self, *, above: float = 0.9): ...            # options of the configuration
         def decide(self, group: FinishedGroup) -> Keep | Drop: ...
 
-The scheduler calls it once all members of a group have ended and none failed. A filter may keep state: checkpoints save
-the plain values that `state_dict()` returns, and a resumed run passes them to `load_state_dict`. If a filter raises, or
-returns neither Keep nor Drop, the run fails, because the decision is missing. Another group replaces a dropped group.
+The scheduler calls it once all members of a group have ended and none failed. Episodes then bring the whole latest
+`info` of their environments (`episode.info`), up to 256 KB. A filter may keep state: checkpoints save the plain values
+that `state_dict()` returns, and a resumed run passes them to `load_state_dict`. If a filter raises, or returns neither
+Keep nor Drop, the run fails, because the decision is missing. Another group replaces a dropped group.
 """
 
 from __future__ import annotations
