@@ -98,6 +98,22 @@ async def test_who_left_before_its_answer_gets_it_and_no_second_one(chat: ChatTo
     assert (trajectory.reward, len(trajectory.turns)) == (1.0, 2)
 
 
+async def test_a_request_that_arrives_after_its_own_retry_gets_the_same_answer(chat: ChatTokenizer) -> None:
+    policy = Gated(says(chat, "once", "twice"))
+
+    async def agent(llm: Endpoint) -> float:
+        async with client_of(llm, max_retries=0) as client:
+            retry = asyncio.create_task(ask(client, [user("x")], extra_headers=AGAIN))
+            await asyncio.sleep(0.2)
+            late = asyncio.create_task(ask(client, [user("x")]))
+            await asyncio.sleep(0.2)
+            policy.let.set()
+            return float([await retry, await late, await ask(client, [user("x")])] == ["once", "once", "twice"])
+
+    trajectory = await play(chat, policy, agent)
+    assert (trajectory.reward, len(trajectory.turns)) == (1.0, 2)
+
+
 async def test_the_same_idempotency_key_gets_the_same_answer(chat: ChatTokenizer) -> None:
     async def agent(llm: Endpoint) -> float:
         async with client_of(llm) as client:

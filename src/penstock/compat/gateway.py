@@ -102,7 +102,8 @@ class AgentGateway:
 class Retry(NamedTuple):
     """What a request says about itself."""
 
-    is_retry: bool = False
+    number: int = 0
+    """Number of earlier attempts."""
     idempotency_key: str = ""
 
 
@@ -117,6 +118,8 @@ class Reply:
 
     task: asyncio.Task[Segment]
     idempotency_key: str
+    num_missing: int
+    """Number of earlier attempts of the same request that may still arrive: a busy server may hear of the retry first."""
     num_waiting: int = 0
     is_taken: bool = False
     """Whether a request has returned it."""
@@ -191,13 +194,17 @@ class Session(AnswersOnly):
 
     def _earlier(self, key: bytes, count: int) -> list[Reply]:
         """Return earlier answers to the same prompt, at most `count`, that the current request may have: those that
-        nobody has taken or waits for, and if it is a retry, any."""
+        nobody has taken or waits for, those that its own retry has begun, and if it is a retry, any."""
         retry, replies = RETRY.get(), self._replies.get(key, ())
         mine = [each for each in replies if retry.idempotency_key and each.idempotency_key == retry.idempotency_key]
         if mine:
             return mine[-count:]
         left = [each for each in replies if not each.num_waiting and not each.is_taken]
-        if retry.is_retry and not left:
+        if not retry.number:
+            left += (overtaken := [each for each in replies if each.num_missing and not each.is_taken][-count:])
+            for each in overtaken:
+                each.num_missing -= 1
+        elif not left:
             left = list(replies)
         return left[-count:]
 
@@ -209,7 +216,7 @@ class Session(AnswersOnly):
             request.prompt_ids, max_tokens, self._asked.get(key), ends=_ends(request), shown=request.shown
         )
         task = asyncio.create_task(answer, name=f"answer-{self._conversation.name}")
-        reply = Reply(task, RETRY.get().idempotency_key)
+        reply = Reply(task, RETRY.get().idempotency_key, num_missing=RETRY.get().number)
         self._replies.setdefault(key, []).append(reply)
         task.add_done_callback(partial(self._forget_if_failed, key, reply))
         return reply
@@ -297,8 +304,8 @@ def _error(body: bytes) -> Mapping[str, Any]:
 def _retry(scope: Scope) -> Retry:
     """Return whether the client says that it repeats a request: the official SDKs count their retries."""
     headers = dict(scope["headers"])
-    is_retry = headers.get(b"x-stainless-retry-count", b"0").strip() not in (b"", b"0")
-    return Retry(is_retry, headers.get(b"idempotency-key", b"").decode("latin-1"))
+    count = headers.get(b"x-stainless-retry-count", b"")[:3]
+    return Retry(int(count) if count.isdigit() else 0, headers.get(b"idempotency-key", b"").decode("latin-1"))
 
 
 def _key_and_path(scope: Scope) -> tuple[str, str]:
