@@ -119,7 +119,7 @@ class Reply:
     task: asyncio.Task[Segment]
     idempotency_key: str
     num_missing: int
-    """Number of earlier attempts of the same request that may still arrive: a busy server may hear of the retry first."""
+    """Number of earlier attempts of the same request that may still arrive: a busy server may get the retry first."""
     num_waiting: int = 0
     is_taken: bool = False
     """Whether a request has returned it."""
