@@ -33,7 +33,7 @@ class Talk:
     def prompt(self, messages: Any, **settings: Any) -> list[int]:
         return self._chat.prompt(messages, **settings)
 
-    async def answer(self, prompt_ids: list[int], max_tokens: int, asked: Any = None) -> Segment:
+    async def answer(self, prompt_ids: list[int], max_tokens: int, asked: Any = None, **ends: Any) -> Segment:
         if not asked.messages[0]["content"].startswith("a"):
             raise Over("max_turns", "no turn is left")
         return Segment(token_ids=self._chat.encode("b"), logprobs=[-1.0], spans=[], finish_reason="stop")
@@ -60,15 +60,17 @@ async def say(client: aiohttp.ClientSession, text: str, **fields: Any) -> tuple[
 
 
 def kept(session: Any) -> int:
-    return max(len(each) for each in (session._prompts, session._rendered, session._answers))
+    return max(len(each) for each in (session._asked, session._replies))
 
 
-@pytest.mark.parametrize(("fields", "most"), [({}, 0), ({"n": 2}, MAX_WAITING)], ids=["no turn", "no answer asked"])
+@pytest.mark.parametrize(
+    ("fields", "most"), [({}, MAX_WAITING), ({"presence_penalty": 1}, MAX_WAITING)], ids=["no turn", "no answer asked"]
+)
 async def test_refused_conversations_are_forgotten(tmp_path: Path, fields: dict[str, Any], most: int) -> None:
     async with episode(tmp_path) as (session, client):
         for number in range(MAX_WAITING + 10):
             assert (await say(client, f"x{number}", **fields))[0] == 400
-        assert kept(session) <= most
+        assert kept(session) <= most and len(session._replies) == 0
         assert (await say(client, "a"))[0] == 200, "the episode goes on"
 
 
@@ -76,6 +78,7 @@ async def test_answered_conversations_are_remembered(tmp_path: Path) -> None:
     async with episode(tmp_path) as (session, client):
         first = (await say(client, "a0"))[1]
         for number in range(MAX_WAITING + 10):
-            assert (await say(client, f"x{number}", n=2))[0] == 400
+            assert (await say(client, f"x{number}", presence_penalty=1))[0] == 400
+        client.headers["x-stainless-retry-count"] = "1"
         again = (await say(client, "a0"))[1]
-        assert again["choices"] == first["choices"] and len(session._answers) == 1
+        assert again["choices"] == first["choices"] and len(session._replies) == 1

@@ -142,7 +142,7 @@ class Session(AnswersOnly):
         """What the latest prompts ask, by the digest of their tokens."""
         self._replies: dict[bytes, list[Reply]] = {}
         """Answers by the digest of the prompt's tokens, the oldest first."""
-        chats = OpenAI(self, self, model_name=model_name, measure=chat.prompt)
+        chats = OpenAI(self, self, model_name=model_name, measure=chat.prompt, renders_inline=True)
         surfaces = chats, *dialects(chats, model_name=model_name), Generation(self, self)
         self.app = App([route for surface in surfaces for route in surface.routes()], ApiKeys())
 
@@ -253,6 +253,8 @@ class Session(AnswersOnly):
     def _forget_if_failed(self, key: bytes, reply: Reply, task: asyncio.Task[Segment]) -> None:
         if task.cancelled() or task.exception() is not None:
             self._replies[key].remove(reply)
+            if not self._replies[key]:
+                del self._replies[key]
 
     async def close(self) -> None:
         """Cancel all running answers and wait until they have ended."""

@@ -82,13 +82,20 @@ class OpenAI:
     """The endpoints of the OpenAI API."""
 
     def __init__(
-        self, generator: Generator, tokenizer: ChatTemplate, *, model_name: str, measure: Prompt | None = None
+        self,
+        generator: Generator,
+        tokenizer: ChatTemplate,
+        *,
+        model_name: str,
+        measure: Prompt | None = None,
+        renders_inline: bool = False,
     ) -> None:
-        """`measure`: renders conversations for `/tokenize`, where those of `tokenizer` have consequences."""
+        """`measure`: renders conversations for `/tokenize`, where those of `tokenizer` have consequences.
+        `renders_inline`: see `PromptText`."""
         self._generator, self._tokenizer, self._model_name = generator, tokenizer, model_name
         self._measure = measure or tokenizer.prompt
         self._answers = Answers(generator, tokenizer)
-        self._text = PromptText(tokenizer, max_context=generator.max_context)
+        self._text = PromptText(tokenizer, max_context=generator.max_context, renders_inline=renders_inline)
         self._started = int(time.time())
 
     def routes(self) -> list[http.Route]:

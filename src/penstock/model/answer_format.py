@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -191,7 +192,9 @@ def _without_beginning(text: str, mark: str) -> str:
 
 def call_ids(form: AnswerFormat, prompt_ids: Sequence[int], token_ids: Sequence[int], count: int) -> list[str]:
     """Return names for the calls of an answer, always the same ones. Mistral's templates demand nine characters."""
-    said = sha256(json.dumps([list(prompt_ids), list(token_ids)]).encode()).hexdigest() if count else ""
+    if not count:
+        return []
+    said = sha256(array("q", [len(prompt_ids), *prompt_ids, *token_ids])).hexdigest()
     digests = (sha256(f"{said} {number}".encode()).hexdigest() for number in range(count))
     is_short = form.tools is not None and form.tools.name == "mistral"
     return [digest[:9] if is_short else f"call_{digest[:24]}" for digest in digests]

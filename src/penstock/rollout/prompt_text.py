@@ -25,8 +25,10 @@ WAITER = "server"
 class PromptText:
     """Makes the tokens of prompts. Refuses text that is too long for the context before it is tokenised."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_context: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, max_context: int, renders_inline: bool = False) -> None:
+        """`renders_inline`: short conversations need no thread either, because the caller trusts the template: an
+        environment worker renders observations with it."""
+        self._tokenizer, self._renders_inline = tokenizer, renders_inline
         self._max_characters = max_context * tokenizer.longest_token
         of_tokens = f"{max_context} tokens of at most {tokenizer.longest_token} characters"
         self._reason = f"this model's maximum context length is {of_tokens}"
@@ -54,7 +56,8 @@ class PromptText:
                 raise self._too_long(f"a conversation of more than {self._max_characters} characters")
             return render()
 
-        return await in_text_thread(checked, waiter=WAITER)
+        is_short = self._renders_inline and not has_more_characters(parts, INLINE_CHARACTERS)
+        return checked() if is_short else await in_text_thread(checked, waiter=WAITER)
 
     def _too_long(self, what: str) -> ContextExceeded:
         return ContextExceeded(f"{what} cannot fit: {self._reason}; shorten it")
