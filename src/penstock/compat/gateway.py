@@ -173,6 +173,8 @@ class Session(AnswersOnly):
         """Return the next answers of this conversation, or the earlier ones if this is a retry. Generation continues if
         the caller leaves, so that a retry finds the answer. Raises `Refused`: 400 if no turn or token is left, 410 if
         the episode has ended, 503 if the rollout server does not answer."""
+        for _ in range(2):  # a busy worker first reads what a client has sent, and then that it has left
+            await asyncio.sleep(0)
         key, segments = _digest(request.prompt_ids), list[Segment]()
         replies = self._earlier(key, len(request.seeds))
         for limit in request.max_new_tokens[len(replies) :]:

@@ -159,10 +159,7 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
         caller.cancel()
 
     watching = asyncio.ensure_future(watch())
-    begun = False
     try:
-        await asyncio.sleep(0)  # the client may have left already
-        begun = True
         return await work
     except asyncio.CancelledError:
         if left and not caller.uncancel():
@@ -170,5 +167,3 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
         raise
     finally:
         watching.cancel()
-        if not begun:
-            work.close()
