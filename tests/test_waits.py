@@ -50,7 +50,7 @@ EXCEPTIONS = {
     "cli/env_try.py:_show_later": LEASE,
     "cluster/node_agent.py:_live": LIFE,
     "cluster/ray_launcher.py:wait": "a process may live as long as it likes",
-    "compat/gateway.py:generate": TASK,
+    "compat/gateway.py:_answer": TASK,
     "control/sockets.py:listen": "silence of the other side is what heartbeats are for",
     "envs/agents.py:paused": COROUTINE,
     "envs/worker_calls.py:awaited": COROUTINE,

@@ -253,7 +253,7 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_whatever_tree_of_requests_each_token_is_trained_once_with_what_sampled_it(
     chat: ChatTokenizer, steps: list[Step]
 ) -> None:

@@ -255,6 +255,8 @@ async def test_the_controller_hears_when_only_rewards_are_missing(tmp_path: Path
             "episodes": 4,
             "surplus_tokens": 0,
             "drifts": 0,
+            "branches": 0,
+            "off_branch_tokens": 0,
             "refused_requests": 0,
             "scored": 4,
         }

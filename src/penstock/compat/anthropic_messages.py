@@ -114,7 +114,7 @@ class AnthropicMessages:
         if body.max_tokens is None:
             raise ValueError("max_tokens: field required")
         generate, form = await self._chats.prepare_chat(_chat_body(body))
-        prompts = await self._chats.read(generate, form)
+        prompts = await self._chats.requests_of(generate, form)
         head = MessageReply(
             id=f"msg_{secrets.token_hex(12)}",
             model=self._model_name,

@@ -179,11 +179,11 @@ class OpenAI:
 
     async def follow(self, generate: bodies.GenerateBody, form: ChatFormat) -> AsyncIterator[Delta]:
         """Yield what is new in the only sample of a chat, as long as it grows."""
-        async for sample in self._answers.follow(await self.read(generate, form)):
+        async for sample in self._answers.follow(await self.requests_of(generate, form)):
             if (delta := form.delta(sample)) is not None:
                 yield Delta(sample, delta)
 
-    async def read(self, generate: bodies.GenerateBody, form: CompletionFormat) -> Sequence[PromptRequest]:
+    async def requests_of(self, generate: bodies.GenerateBody, form: CompletionFormat) -> Sequence[PromptRequest]:
         """Return the requests for the engine. Raises ValueError, `Refused` or `Conflict` if one cannot be served."""
         prompts = convert.read_requests(await self._text.tokenised(generate), self._tokenizer, echoes=form.echoes)
         self._answers.check(prompts)
@@ -248,7 +248,7 @@ class OpenAI:
     async def _answer(
         self, request: Request, body: wire.SamplingFields, generate: bodies.GenerateBody, form: CompletionFormat
     ) -> Response:
-        prompts = await self.read(generate, form)
+        prompts = await self.requests_of(generate, form)
         head = {"id": f"{form.prefix}-{prompts[0].rid}", "created": int(time.time()), "model": self._model_name}
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage

@@ -92,7 +92,7 @@ class OpenAIResponses:
         """Generate the next output of a conversation."""
         body = await http.read_body(request, ResponsesBody)
         generate, form = await self._chats.prepare_chat(_chat_body(body))
-        prompts = await self._chats.read(generate, form)
+        prompts = await self._chats.requests_of(generate, form)
         state, num_prompt = self._state(body), len(prompts[0].prompt_ids)
         if body.stream:
             return StreamingResponse(self._stream(generate, form, state, num_prompt), media_type="text/event-stream")
