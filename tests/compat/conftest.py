@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "weights"))
 from letters import Letters
 from tiny_policy import make_engine, serve
 
+from penstock.compat.dialects import dialects
 from penstock.compat.openai import OpenAI
 from penstock.compat.sglang import SGLang
 from penstock.rollout.runner import EngineRunner
@@ -45,7 +46,8 @@ async def url(runner: EngineRunner) -> AsyncIterator[str]:
         model_path="tiny",
         model_name="tiny",
     )
-    surfaces = [OpenAI(runner, Letters(), model_name="tiny"), sglang]
+    chats = OpenAI(runner, Letters(), model_name="tiny")
+    surfaces = [chats, *dialects(chats, model_name="tiny"), sglang]
     async with serve(runner, update=update, tokenizer=Letters(), foreign=surfaces) as url:
         yield url
     sglang.close()

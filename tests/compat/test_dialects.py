@@ -246,6 +246,29 @@ async def anext_of(stream: Any) -> Any:
     return stream
 
 
+async def test_a_served_model_speaks_all_dialects(url: str) -> None:
+    """A random policy: what it says is the same in each of them."""
+    messages: Any = [{"role": "user", "content": "HELLO"}]
+    root = f"{url}/v1"
+    async with AsyncOpenAI(base_url=root, api_key="x") as client, AsyncAnthropic(base_url=url, api_key="x") as claude:
+        exact = {"temperature": 0.0}
+        said = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=6, temperature=0.0)
+        text = said.choices[0].message.content
+        reply = await client.responses.create(model="tiny", input="HELLO", max_output_tokens=6, temperature=0.0)
+        assert (reply.output_text, reply.usage and reply.usage.output_tokens) == (text, 6)
+        async with client.responses.stream(model="tiny", input="HELLO", max_output_tokens=6, temperature=0.0) as events:
+            told = "".join([event.delta async for event in events if event.type == "response.output_text.delta"])
+        message = await claude.messages.create(model="tiny", max_tokens=6, messages=messages, extra_body=exact)
+        async with claude.messages.stream(model="tiny", max_tokens=6, messages=messages, extra_body=exact) as stream:
+            streamed = "".join([part async for part in stream.text_stream])
+        assert [told, *(block.text for block in message.content if block.type == "text"), streamed] == [text] * 3
+        assert message.stop_reason == "max_tokens"
+        with pytest.raises(anthropic.BadRequestError, match="maximum context length is"):
+            await claude.messages.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": "A" * 5000}])
+        with pytest.raises(anthropic.BadRequestError, match="max_tokens: field required"):
+            await claude.post("/v1/messages", cast_to=object, body={"model": "tiny", "messages": messages})
+
+
 async def tried(
     chat: ChatTokenizer, ask: Callable[[Endpoint], Awaitable[Any]], *answers: str, treatment: str = "count"
 ) -> Trajectory:
