@@ -3,6 +3,7 @@ settings."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,19 +28,23 @@ def serve(model: Path, overrides: Sequence[str], *, host: str, port: int, name: 
         return refuse(f"{error}{hint(model)}", 1)
     if not isinstance(longest, int):
         return refuse(f"{model / 'config.json'}: max_position_embeddings is no number, but {longest!r}: correct it", 1)
-    words = [f"rollout.host={host}", f"rollout.port={port}", f"model.path={model}"]
-    words.append(f"model.max_context={min(longest, ModelConfig().max_context)}")
+    words = [f"rollout.host={host}", f"rollout.port={port}", f"model.path={model}", f"model.max_context={longest}"]
     words.append("env.max_new_tokens=1")  # no environment runs here, so its answer length must not bound the context
     config = default_config([*words, *overrides])
-    for key in (override.partition("=")[0] for override in overrides):
+    given = [override.partition("=")[0] for override in overrides]
+    for key in given:
         if key not in READ:
             raise ConfigError(f"penstock serve does not read {key}: it reads {', '.join(READ)}")
     with lasting_imports():
         from penstock.processes.slot_server import serve_alone
         from penstock.rollout.generator import EngineDead
+        from penstock.rollout.room import fitting
         from penstock.runtime.http_server import CannotListen
 
     try:
+        config, limit = fitting(config, model, fixed=given)
+        if limit:
+            print(limit, file=sys.stderr, flush=True)
         serve_alone(config, model, model_name=name or str(model))
     except (CannotListen, EngineDead, ModelError, ValueError) as error:
         return refuse(error, 1)

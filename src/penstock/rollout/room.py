@@ -1,0 +1,68 @@
+"""The room that a server has for keys and values: how many answers of which length it can generate at once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from penstock.config import Config
+from penstock.model.files import read_json
+from penstock.model.load_policy import resolve_device, resolve_dtype
+
+SHARE = 0.5
+"""Share of the free memory that keys and values may take. The rest is for the weights, and for computing."""
+FEW = 8
+"""Slots below which the context becomes shorter instead."""
+
+
+def fitting(config: Config, model: Path, *, fixed: Collection[str]) -> tuple[Config, str]:
+    """Return settings whose slots fit into the free memory, and a sentence about what became smaller for it.
+
+    Each slot has room for the whole context. The settings named in `fixed` stay as they are.
+    """
+    device = resolve_device(config.model.device)
+    of_token = bytes_of_token(read_json(model, "config.json"), resolve_dtype(config.model.dtype, device).itemsize)
+    slots, context = config.rollout.slots, config.model.max_context
+    num_tokens = int(SHARE * free_bytes(device)) // of_token if of_token else slots * context
+    if slots * context <= num_tokens:
+        return config, ""
+    if "rollout.slots" not in fixed:
+        slots = min(slots, max(num_tokens // context, FEW if "model.max_context" not in fixed else 1))
+    if "model.max_context" not in fixed:
+        context = min(context, max(num_tokens // slots, 8))
+    if (slots, context) == (config.rollout.slots, config.model.max_context):
+        return config, ""
+    found = config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update={"slots": slots}),
+            "model": config.model.model_copy(update={"max_context": context}),
+        }
+    )
+    return found, (
+        f"{slots} answers of {context} tokens at once fit into half of the free memory: set rollout.slots or "
+        "model.max_context for another choice"
+    )
+
+
+def bytes_of_token(architecture: dict[str, Any], num_bytes: int) -> int:
+    """Return the size of a token's keys and values in all layers; 0 if the architecture does not tell."""
+    nested = architecture.get("text_config")
+    text = nested if isinstance(nested, dict) else architecture
+
+    def number(name: str) -> int:
+        return value if isinstance(value := text.get(name), int) else 0
+
+    heads = number("num_attention_heads")
+    size = number("head_dim") or number("hidden_size") // max(heads, 1)
+    return 2 * num_bytes * number("num_hidden_layers") * (number("num_key_value_heads") or heads) * size
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory of a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
