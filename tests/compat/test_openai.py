@@ -215,6 +215,13 @@ async def test_the_synchronous_client(url: str) -> None:
         ({"messages": [{"role": "user", "content": "A"}], "max_completion_token": 3}, "`max_completion_tokens`?"),
         ({"messages": [{"role": "user", "content": "A"}], "truncate_prompt_tokens": 1}, "`truncate_prompt_tokens`"),
         ({"messages": [{"role": "user", "content": "A"}], "prompt_logprobs": 1}, "`prompt_logprobs` is not served"),
+        ({"messages": [{"role": "user", "content": "A"}], "prompt_logprobs": 0}, "`prompt_logprobs` is not served"),
+        ({"messages": [{"role": "user", "content": "A"}], "use_beam_search": True}, "`use_beam_search` is not served"),
+        ({"messages": [{"role": "user", "content": "A"}], "return_tokens_as_token_ids": True}, "is not served"),
+        (
+            {"messages": [{"role": "user", "content": "A"}], "stream_options": {"continuous_usage_stats": True}},
+            "`include_usage` tells the usage at the end",
+        ),
         ({"messages": [{"role": "user", "content": "A"}], "functions": [{"name": "a"}]}, "give `tools`"),
         ({"messages": [{"role": "user", "content": "A"}], "function_call": {"name": "a"}}, "give `tools`"),
         ({"messages": [{"role": "user", "content": "A"}], "stop_regex": "a"}, "`stop_regex` is not served"),

@@ -184,7 +184,7 @@ class OpenAI:
                 yield Delta(sample, delta)
 
     async def requests_of(self, generate: bodies.GenerateBody, form: CompletionFormat) -> Sequence[PromptRequest]:
-        """Return the requests for the engine. Raises ValueError, `Refused` or `Conflict` if one cannot be served."""
+        """Return the requests for the engine. Raises ValueError or `Refused` if one cannot be served."""
         prompts = convert.read_requests(await self._text.tokenised(generate), self._tokenizer, echoes=form.echoes)
         self._answers.check(prompts)
         return prompts
@@ -477,6 +477,11 @@ def _generate_body(body: wire.SamplingFields, max_tokens: int, *, top: int | Non
         (unserved, f"`{'`, `'.join(unserved)}` is not served"),
         (not body.skip_special_tokens, "`skip_special_tokens` false is not served: read `token_ids`"),
         (top and not wanted, "`top_logprobs` needs `logprobs`"),
+        (body.prompt_logprobs is not None, "`prompt_logprobs` is not served: use `echo`, or `/generate`"),
+        (
+            body.stream_options is not None and body.stream_options.continuous_usage_stats,
+            "`continuous_usage_stats` is not served: `include_usage` tells the usage at the end",
+        ),
         (form != "text", "`response_format` is not served but for `text`"),
         (not 1 <= num_samples <= bodies.MAX_SAMPLES, f"n must be from 1 to {bodies.MAX_SAMPLES}, not {num_samples}"),
     )

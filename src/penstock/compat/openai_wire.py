@@ -13,6 +13,8 @@ class StreamOptions(Struct, kw_only=True):
     """Options of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Known but not served."""
 
 
 class UnservedFields(Struct, kw_only=True):
@@ -33,6 +35,8 @@ class UnservedFields(Struct, kw_only=True):
     prompt_logprobs: Any = None
     stop_regex: Any = None
     lora_path: Any = None
+    use_beam_search: Any = None
+    return_tokens_as_token_ids: Any = None
 
 
 class SamplingFields(UnservedFields, kw_only=True):

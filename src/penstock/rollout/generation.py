@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from penstock.rollout import bodies, convert, http
 from penstock.rollout.convert import Answer, GrowingSample, PromptRequest, write_replies
-from penstock.rollout.generator import Conflict, Generator, Increment, OnTokens, all_of
+from penstock.rollout.generator import Generator, Increment, OnTokens, all_of
 from penstock.rollout.prompt_text import PromptText
 from penstock.rollout.text import Tokenizer
 from penstock.samples import Segment
@@ -30,7 +30,7 @@ class Answers:
         self._tokenizer = tokenizer
 
     def check(self, prompts: Sequence[PromptRequest]) -> None:
-        """Check all requests before any starts. Raises Refused, Conflict or ValueError if one cannot be served."""
+        """Check all requests before any starts. Raises Refused or ValueError if one cannot be served."""
         if self._generator.policy_version == NO_VERSION:
             raise http.Refused(503, "no weights have been loaded yet")
         rids = [prompt.rid for prompt in prompts]
@@ -38,7 +38,7 @@ class Answers:
             if count > 1:
                 raise ValueError(f"request {rid} is in the batch {count} times")
             if self._generator.serves(rid):
-                raise Conflict(f"request {rid} is already being served")
+                raise ValueError(f"request {rid} is already being served: give each one an id of its own")
         for prompt in prompts:
             if prompt.request is None:
                 self._generator.check_prompt(prompt.prompt_ids)
