@@ -301,7 +301,7 @@ async def test_a_chat_may_be_given_in_tokens_alone(url: str) -> None:
 
 async def test_neutral_values_that_routers_add_ask_for_nothing(url: str) -> None:
     neutral: dict[str, object] = {"stop_regex": [], "bad_words": [], "lora_path": "", "allowed_token_ids": None}
-    neutral |= {"truncate_prompt_tokens": 0, "prompt_logprobs": 0, "regex": None, "guided_choice": []}
+    neutral |= {"truncate_prompt_tokens": 0, "prompt_logprobs": None, "regex": None, "guided_choice": []}
     chat = {"messages": [{"role": "user", "content": "A"}], "function_call": "none", "functions": [], **neutral}
     async with aiohttp.ClientSession(url) as session:
         for path, body in (("chat/completions", chat), ("completions", {"prompt": "A", **neutral})):
