@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.samples import ROOT, Sample, Segment, Trajectory, Turn, VersionSpan, path_to
@@ -167,10 +167,23 @@ def context(whole: Trajectory, path: list[int]) -> list[int]:
 
 @given(whole=trees())
 def test_saved_branches_come_back(whole: Trajectory) -> None:
+    assume(all(turn.observation_ids for turn in whole.turns))  # a request adds something to what was said
     saved = [sample for sample in whole.formulate("branches") if len(sample.token_ids)]
     again = Trajectory.unflatten(saved or whole.formulate("branches"), episode=whole.episode, task_id="t", ended=True)
     found = [fields(sample) for sample in again.formulate("branches")] if saved else []
     assert found == [fields(sample) for sample in saved]
+    if whole.turns[-1].token_ids:
+        assert fields(again.flatten()) == fields(whole.flatten())
+        assert sorted(trained(again.formulate("step"))) == sorted(trained(whole.formulate("step")))
+
+
+def test_equal_answers_to_one_question_stay_two() -> None:
+    said = Segment(token_ids=[7, 8], logprobs=[-1.0, -2.0], spans=[VersionSpan(3, 0, 2)], finish_reason="stop")
+    turns = [Turn(observation_ids=[1, 2], segments=[said], parent=ROOT) for _ in range(2)]
+    whole = Trajectory(episode=EpisodeId("train", 0, 0, 0), task_id="t", turns=turns, reward=1.0, status="completed")
+    again = Trajectory.unflatten(whole.formulate("branches"), episode=whole.episode, task_id="t", ended=True)
+    assert [turn.parent for turn in again.turns] == [None, ROOT]
+    assert len(trained(again.formulate("branches"))) == 4
 
 
 @given(turns=st.lists(turns, max_size=4))

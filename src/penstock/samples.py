@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
@@ -108,6 +108,23 @@ class Turn:
         return [token for segment in self.segments for token in segment.token_ids]
 
 
+def place_of(
+    token_ids: Sequence[int], turns: Sequence[Turn], continued: Mapping[int, Sequence[int]]
+) -> tuple[int, int]:
+    """Return the turn with the longest context that these tokens begin with, and the length of this context.
+    `continued`: the turns that continue a turn, by its index."""
+    found, open_ends = (ROOT, 0), [(ROOT, 0)]
+    while open_ends:
+        index, known = open_ends.pop()
+        found = max(found, (index, known), key=lambda each: each[1])
+        for child in continued.get(index, ()):
+            action = turns[child].token_ids
+            context = turns[child].observation_ids + action
+            if action and list(token_ids[known : known + len(context)]) == context:
+                open_ends.append((child, known + len(context)))
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """The result of an episode. A failed episode has a trajectory too; its `error` says why it failed.
@@ -183,9 +200,15 @@ class Trajectory:
         cls, samples: Sequence[Sample], *, episode: EpisodeId, task_id: str, ended: bool, env_seed: int = 0
     ) -> Self:
         """Return the trajectory of saved samples: the inverse of `formulate` by branches, without `stop_reason`,
-        `info` and `metrics`. What a branch shares with an earlier one is part of its first observation."""
-        sample = samples[-1]
-        turns = [turn for number, each in enumerate(samples) for turn in _turns(each, ROOT if number else None)]
+        `info` and `metrics`."""
+        sample, turns, continued = samples[-1], list[Turn](), dict[int, list[int]]()
+        for each in samples:
+            own = np.flatnonzero(each.loss_mask)
+            before = each.token_ids[: own[0]].tolist() if len(own) else each.token_ids.tolist()
+            parent, known = place_of(before, turns, continued) if turns else (None, 0)
+            for turn in _turns(each, parent, start=known):
+                continued.setdefault(parent_of([*turns, turn], len(turns)), []).append(len(turns))
+                turns.append(turn)
         status: TrajectoryStatus = "aborted" if not ended else "truncated" if sample.truncated else "completed"
         if status == "completed" and turns and turns[-1].segments:
             turns[-1].segments[-1] = replace(turns[-1].segments[-1], finish_reason="stop")
@@ -290,13 +313,13 @@ class Sample:
         return replace(whole, loss_mask=mask, logprobs=logprobs, versions=versions)
 
 
-def _turns(sample: Sample, parent: int | None) -> Iterator[Turn]:
-    """Yield the turns of a sample. The first one has this parent."""
+def _turns(sample: Sample, parent: int | None, *, start: int) -> Iterator[Turn]:
+    """Yield the turns of a sample from this position on. The first one has this parent."""
     bounds = np.flatnonzero(np.diff(sample.loss_mask, prepend=0, append=0))  # [start, end) of each action
-    seen = 0
-    for start, end in bounds.reshape(-1, 2).tolist():
-        observation_ids = sample.token_ids[seen:start].tolist()
-        yield Turn(observation_ids=observation_ids, segments=[_segment(sample, start, end)], parent=parent)
+    seen = start
+    for begin, end in bounds.reshape(-1, 2).tolist():
+        observation_ids = sample.token_ids[seen:begin].tolist()
+        yield Turn(observation_ids=observation_ids, segments=[_segment(sample, begin, end)], parent=parent)
         seen, parent = end, None
     if seen < len(sample.token_ids):
         yield Turn(observation_ids=sample.token_ids[seen:].tolist(), segments=[], parent=parent)

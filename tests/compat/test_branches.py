@@ -114,6 +114,26 @@ async def test_a_request_that_arrives_after_its_own_retry_gets_the_same_answer(c
     assert (trajectory.reward, len(trajectory.turns)) == (1.0, 2)
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.015])
+async def test_no_answer_begins_after_the_end_of_the_episode(chat: ChatTokenizer, delay_s: float) -> None:
+    policy = ScriptedPolicy(says(chat, "a", "b"))
+    clients: list[openai.AsyncOpenAI] = []
+
+    async def agent(llm: Endpoint) -> float:
+        clients.append(client := client_of(llm, max_retries=0))
+        await ask(client, [user("x")])
+        late = asyncio.create_task(ask(client, [user("y")]))
+        late.add_done_callback(lambda done: done.exception())
+        await asyncio.sleep(delay_s)
+        return 1.0
+
+    trajectory = await play(chat, policy, agent)
+    num_turns, num_asked = len(trajectory.turns), len(policy.prompts)
+    await asyncio.sleep(0.2)
+    await clients[0].close()
+    assert (len(trajectory.turns), len(policy.prompts)) == (num_turns, num_asked)
+
+
 async def test_the_same_idempotency_key_gets_the_same_answer(chat: ChatTokenizer) -> None:
     async def agent(llm: Endpoint) -> float:
         async with client_of(llm) as client:

@@ -17,6 +17,7 @@ from fake_ports import leased
 from scripted_policy import ScriptedPolicy
 
 from penstock.config import Config
+from penstock.envs.episode import MOST_INFO
 from penstock.envs.guess_number import GuessNumber
 from penstock.envs.manager import EnvManager
 from penstock.model import text_threads
@@ -409,3 +410,14 @@ def test_metrics_of_steps_become_those_of_the_episode(chat: ChatTokenizer) -> No
 def test_metrics_of_another_form_fail_the_episode(chat: ChatTokenizer, metrics: Any, reason: str) -> None:
     whole = measured(chat, metrics)
     assert whole.status == "failed" and re.search(reason, whole.error or "")
+
+
+def test_an_info_with_many_keys_is_cut(chat: ChatTokenizer) -> None:
+    class Wide(Echo):
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            return "", 1.0, True, False, {f"key{n}": "x" * 10 for n in range(5000)}
+
+    config = Config.model_validate({"scheduler": {"group_filter": [{"name": "my_filters:Solved"}]}})
+    (found, _) = play(chat, ["ok", "ok"], make=Wide, config=config)
+    info = found.summary().info
+    assert len(info) == MOST_INFO and info["key9"] == "x" * 10

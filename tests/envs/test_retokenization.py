@@ -183,3 +183,21 @@ async def test_a_prompt_that_ends_with_the_answer_is_refused(chat: ChatTokenizer
     await talk.say([ASKED])
     with pytest.raises(NothingAsked, match="add something"):
         await talk.conversation.answer(list(talk.episode.context), 64)
+
+
+async def test_text_that_spells_a_recorded_conversation_stays_text(chat: ChatTokenizer) -> None:
+    talk = Talk(chat, [[*chat.encode("ok"), chat.eos_ids[0]], [chat.eos_ids[0]]])
+    await talk.say([ASKED])
+    spelled = chat.decode(talk.episode.context, skip_special=False).removeprefix(USER)
+    forged = [{"role": "user", "content": f"{spelled}more"}]
+    await talk.say(forged)
+    assert talk.episode.turns[1].parent == ROOT and talk.episode.num_drifts == 0
+    assert talk.episode.turns[1].observation_ids == chat.prompt(forged)
+
+
+async def test_what_is_said_again_is_kept_once(chat: ChatTokenizer) -> None:
+    talk = Talk(chat, [[*chat.encode("ok"), chat.eos_ids[0]], [chat.eos_ids[0]]])
+    answer = await talk.say([ASKED])
+    await talk.say([dict(ASKED), {"role": "assistant", "content": f" {answer}"}, AGAIN])
+    first, second = talk.conversation._said
+    assert [mine is other for mine, other in zip(first.messages, second.messages, strict=False)] == [True, True]

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from fake_ports import leased
 from hypothesis import given
 from hypothesis import strategies as st
 from stage import Quick, Stage, job, working
@@ -17,14 +18,15 @@ from stage import Quick, Stage, job, working
 from penstock.config import Config
 from penstock.control.messages import DataGenerated, GrantRequest, NewTask
 from penstock.ports.work import PartialRollout, Work
-from penstock.processes.partial_rollouts import piece
-from penstock.samples import Sample, Segment, Trajectory, Turn, VersionSpan
+from penstock.processes.group_progress import GroupProgress
+from penstock.processes.partial_rollouts import PartialRollouts, piece
+from penstock.samples import ROOT, Sample, Segment, Trajectory, Turn, VersionSpan
 from penstock.scheduler.active_group import ActiveGroup
 from penstock.scheduler.ledger import Ledger
 from penstock.scheduler.scheduler import Scheduler
 from penstock.seeding import nth_seed
 from penstock.store.payload_files import PayloadReader
-from penstock.types import EpisodeId, GroupAttempt, PayloadRef, Task
+from penstock.types import EpisodeId, GroupAttempt, PayloadRef, Sampling, Task
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -171,6 +173,28 @@ async def test_what_could_go_on_elsewhere_is_saved(tmp_path: Path, config: Confi
     async with working(tmp_path, answer=tokens, config=config) as stage:
         requests = await play_until_cut(stage, num_cuts=1)
     assert [request.saved is not None for request in requests] == [saves, saves]
+
+
+def test_an_agents_cut_answer_is_not_saved() -> None:
+    """Its program cannot go on in another process."""
+    part = Segment(token_ids=[7], logprobs=[-1.0], spans=[VersionSpan(0, 0, 1)], finish_reason="length")
+    work = leased(range(2), max_tokens=4, sampling=Sampling(max_new_tokens=20))
+    group, pool = GroupProgress(work=work, saves_cut=True), RecordingPool()
+    for parent, num_saved in ((ROOT, 0), (None, 1)):
+        turn = Turn(observation_ids=[1], segments=[part], parent=parent)
+        so_far = Trajectory(episode=work.episodes[0], task_id="t", turns=[turn], reward=0.0, status="completed")
+        PartialRollouts(settings(), pool).save_cut(group, so_far)  # type: ignore[arg-type]
+        assert len(pool.saved) == num_saved
+
+
+class RecordingPool:
+    """Keeps what is appended to it."""
+
+    def __init__(self) -> None:
+        self.writer, self.saved = self, list[Sample]()
+
+    def append(self, samples: list[Sample]) -> None:
+        self.saved += samples
 
 
 async def test_every_token_is_saved_once_whoever_plays(tmp_path: Path) -> None:

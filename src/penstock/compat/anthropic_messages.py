@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.compat import openai_wire as wire
-from penstock.compat.openai import INVALID, ChatFormat, OpenAI, code_of
+from penstock.compat.openai import INVALID, ChatFormat, OpenAI, code_of, short
 from penstock.rollout import bodies, convert, http
 
 KINDS = {
@@ -105,14 +105,16 @@ class AnthropicMessages:
 
     async def count(self, request: Request) -> Response:
         """Return the number of tokens of a conversation."""
-        body = _chat_body(await http.read_body(request, MessagesBody))
-        return http.answer(CountReply(input_tokens=await self._chats.count(body)))
+        body = await http.read_body(request, MessagesBody)
+        self._chats.check_length(body.system, body.messages, body.tools)
+        return http.answer(CountReply(input_tokens=await self._chats.count(_chat_body(body))))
 
     async def messages(self, request: Request) -> Response:
         """Generate the assistant's next message."""
         body = await http.read_body(request, MessagesBody)
         if body.max_tokens is None:
             raise ValueError("max_tokens: field required")
+        self._chats.check_length(body.system, body.messages, body.tools)
         generate, form = await self._chats.prepare_chat(_chat_body(body))
         prompts = await self._chats.requests_of(generate, form)
         head = MessageReply(
@@ -255,13 +257,13 @@ def _choice(choice: Mapping[str, Any]) -> Any:
             return "required"
         case {"type": "tool", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
-    raise ValueError(f"tool_choice: {dict(choice)!r} is none of 'auto', 'any', 'none' and 'tool' with a name")
+    raise ValueError(f"tool_choice: {short(dict(choice))} is none of 'auto', 'any', 'none' and 'tool' with a name")
 
 
 def _tool(tool: Mapping[str, Any], place: int) -> dict[str, Any]:
     name, schema = tool.get("name"), tool.get("input_schema")
     if tool.get("type") not in (None, "custom"):
-        raise ValueError(f"tools.{place}.type: {tool.get('type')!r} is not served: this server runs no tools")
+        raise ValueError(f"tools.{place}.type: {short(tool.get('type'))} is not served: this server runs no tools")
     if not isinstance(name, str) or not isinstance(schema, dict):
         raise ValueError(f"tools.{place}: a tool has a `name` and an `input_schema`")
     description = {"description": tool["description"]} if tool.get("description") else {}
@@ -272,7 +274,7 @@ def _messages(message: Mapping[str, Any], place: int) -> list[dict[str, Any]]:
     """Return the messages of a chat that a message is: each tool result is one of its own."""
     where, role, content = f"messages.{place}", message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
-        raise ValueError(f"{where}.role: {role!r} is neither 'user' nor 'assistant'")
+        raise ValueError(f"{where}.role: {short(role)} is neither 'user' nor 'assistant'")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
@@ -291,7 +293,9 @@ def _messages(message: Mapping[str, Any], place: int) -> list[dict[str, Any]]:
             case "user", "tool_result":
                 results.append(_result(block, f"{where}.content.{number}"))
             case _, kind:
-                raise ValueError(f"{where}.content.{number}.type: {kind!r} is not served in a message of the {role}")
+                raise ValueError(
+                    f"{where}.content.{number}.type: {short(kind)} is not served in a message of the {role}"
+                )
     if role == "assistant":
         return [{"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}]
     return [*results, *([{"role": role, "content": "".join(texts)}] if texts or not results else [])]

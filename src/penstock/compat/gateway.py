@@ -137,9 +137,10 @@ class Session(AnswersOnly):
         self.encode, self.decode, self.longest_token = chat.encode, chat.decode, chat.longest_token
         self.answers = chat.answers
         self._vocab_size = chat.vocab_size
+        self._is_closed = False
         self._asking = threading.Lock()
-        self._asked: OrderedDict[bytes, Asked] = OrderedDict()
-        """What the latest prompts ask, by the digest of their tokens."""
+        self._asked: OrderedDict[bytes, list[Asked]] = OrderedDict()
+        """What the latest prompts ask that were not answered yet, by the digest of their tokens."""
         self._replies: dict[bytes, list[Reply]] = {}
         """Answers by the digest of the prompt's tokens, the oldest first."""
         chats = OpenAI(self, self, model_name=model_name, measure=chat.prompt, renders_inline=True)
@@ -175,10 +176,13 @@ class Session(AnswersOnly):
         the episode has ended, 503 if the rollout server does not answer."""
         for _ in range(2):  # a busy worker first reads what a client has sent, and then that it has left
             await asyncio.sleep(0)
+        if self._is_closed:
+            raise Refused(410, "the episode has ended")
         key, segments = _digest(request.prompt_ids), list[Segment]()
+        asked = self._forget_asked(key)
         replies = self._earlier(key, len(request.seeds))
         for limit in request.max_new_tokens[len(replies) :]:
-            replies.append(self._begin(key, request, limit))
+            replies.append(self._begin(key, request, limit, asked))
         for reply in replies:
             reply.num_waiting += 1
         try:
@@ -203,19 +207,20 @@ class Session(AnswersOnly):
             return mine[-count:]
         left = [each for each in replies if not each.num_waiting and not each.is_taken]
         if not retry.number:
-            left += (overtaken := [each for each in replies if each.num_missing and not each.is_taken][-count:])
+            overtaken = [each for each in replies if each.num_missing and not each.is_taken][-count:]
             for each in overtaken:
                 each.num_missing -= 1
+            left += [each for each in overtaken if each not in left]
         elif not left:
             left = list(replies)
         return left[-count:]
 
-    def _begin(self, key: bytes, request: GenerateRequest, max_tokens: int) -> Reply:
+    def _begin(self, key: bytes, request: GenerateRequest, max_tokens: int, asked: Asked | None) -> Reply:
         """Begin a new answer. Raises `Refused` (503) if too many are not finished."""
         if sum(not each.task.done() for replies in self._replies.values() for each in replies) >= MAX_WAITING:
             raise Refused(503, f"this episode has {MAX_WAITING} requests without an answer: wait for one of them")
         answer = self._conversation.answer(
-            request.prompt_ids, max_tokens, self._asked.get(key), ends=_ends(request), shown=request.shown
+            request.prompt_ids, max_tokens, asked, ends=_ends(request), shown=request.shown
         )
         task = asyncio.create_task(answer, name=f"answer-{self._conversation.name}")
         reply = Reply(task, RETRY.get().idempotency_key, num_missing=RETRY.get().number)
@@ -246,11 +251,21 @@ class Session(AnswersOnly):
         if len(ids) < self.max_context:
             key = _digest(ids)
             with self._asking:  # conversations are rendered in threads
-                self._asked.pop(key, None)
-                self._asked[key] = Asked(messages, settings, must_call)
-                if len(self._asked) > MAX_WAITING:
+                self._asked.setdefault(key, []).append(Asked(messages, settings, must_call))
+                self._asked.move_to_end(key)
+                if sum(map(len, self._asked.values())) > MAX_WAITING:
                     self._asked.popitem(last=False)
         return ids
+
+    def _forget_asked(self, key: bytes) -> Asked | None:
+        """Return what the latest request with this prompt asks, and keep it no longer."""
+        with self._asking:
+            if key not in self._asked:
+                return None
+            asked = self._asked[key].pop()
+            if not self._asked[key]:
+                del self._asked[key]
+            return asked
 
     def _forget_if_failed(self, key: bytes, reply: Reply, task: asyncio.Task[Segment]) -> None:
         if task.cancelled() or task.exception() is not None:
@@ -260,6 +275,7 @@ class Session(AnswersOnly):
 
     async def close(self) -> None:
         """Cancel all running answers and wait until they have ended."""
+        self._is_closed = True
         tasks = [each.task for replies in self._replies.values() for each in replies]
         for task in tasks:
             task.cancel()

@@ -42,6 +42,8 @@ RETRYABLE = (408, 409, 429, 503)
 """Statuses of errors for which a retry may succeed."""
 CODES = {401: "invalid_api_key"}
 INVALID = "invalid_request_error"
+MAX_SHOWN = 100
+"""Characters of a value that an error shows."""
 SAMPLING_FIELDS = {
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
@@ -172,6 +174,10 @@ class OpenAI:
             one_call=body.parallel_tool_calls is False,
             has_tokens=body.return_token_ids is not False,
         )
+
+    def check_length(self, *parts: object) -> None:
+        """Raise `ContextExceeded` if a conversation of these parts is too long. A dialect checks before it converts."""
+        self._text.check(*parts)
 
     async def count(self, body: wire.ChatBody) -> int:
         """Return the number of tokens of a conversation. Raises ValueError if it cannot be rendered."""
@@ -501,10 +507,12 @@ def _must_call(body: wire.ChatBody) -> str | None:
         case {"type": "function", "function": {"name": str(tool)}}:
             pass
         case other:
-            raise ValueError(f"`tool_choice` is `auto`, `none`, `required` or a named function, not {other!r}")
+            raise ValueError(f"`tool_choice` is `auto`, `none`, `required` or a named function, not {short(other)}")
     names = [function.get("name") for each in body.tools or () if isinstance(function := each.get("function"), dict)]
     if not names or (tool and tool not in names):
-        raise ValueError(f"`tool_choice` asks for a call of {tool or 'a tool'}, and `tools` does not have it")
+        raise ValueError(
+            f"`tool_choice` asks for a call of {short(tool) if tool else 'a tool'}, and `tools` does not have it"
+        )
     return tool
 
 
@@ -564,6 +572,11 @@ def _error(error: Exception) -> wire.OpenAIError:
     status = http.status_of(error)
     kind, code = INVALID if status < 500 else "server_error", code_of(error) or CODES.get(status)
     return wire.OpenAIError(error=wire.OpenAIErrorDetails(message=str(error), type=kind, code=code))
+
+
+def short(value: object) -> str:
+    """Return the beginning of a value that a client has sent."""
+    return repr(value)[:MAX_SHOWN]
 
 
 def code_of(error: Exception) -> str | None:

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.compat import openai_wire as wire
-from penstock.compat.openai import INVALID, ChatFormat, OpenAI, refuse
+from penstock.compat.openai import INVALID, ChatFormat, OpenAI, refuse, short
 from penstock.rollout import bodies, convert, http
 
 UNSERVED = ("previous_response_id", "conversation", "background", "prompt", "max_tool_calls")
@@ -41,7 +41,7 @@ class ResponsesBody(Struct, kw_only=True):
     text: dict[str, Any] | None = None
     stream: bool | None = False
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
     # Known but not served.
     previous_response_id: Any = None
     conversation: Any = None
@@ -91,6 +91,7 @@ class OpenAIResponses:
     async def respond(self, request: Request) -> Response:
         """Generate the next output of a conversation."""
         body = await http.read_body(request, ResponsesBody)
+        self._chats.check_length(body.instructions, body.input, body.tools)
         generate, form = await self._chats.prepare_chat(_chat_body(body))
         prompts = await self._chats.requests_of(generate, form)
         state, num_prompt = self._state(body), len(prompts[0].prompt_ids)
@@ -269,8 +270,8 @@ def _chat_body(body: ResponsesBody) -> wire.ChatBody:
     if unserved := [name for name in UNSERVED if bodies.asks(getattr(body, name))]:
         raise ValueError(f"{', '.join(unserved)}: not served; give the whole conversation as `input`")
     form = (body.text or {}).get("format") or {"type": "text"}
-    if form.get("type") != "text":
-        raise ValueError(f"text.format.type: {form.get('type')!r} is not served, only 'text'")
+    if not isinstance(form, dict) or form.get("type") != "text":
+        raise ValueError(f"text.format: {short(form)} is not served, only the type 'text'")
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -295,7 +296,7 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
     match item.get("type", "message"):
         case "message":
             if item.get("role") not in ROLES:
-                raise ValueError(f"{where}.role: {item.get('role')!r} is none of {', '.join(ROLES)}")
+                raise ValueError(f"{where}.role: {short(item.get('role'))} is none of {', '.join(ROLES)}")
             role = "system" if item["role"] == "developer" else item["role"]
             content = _text(item.get("content"), f"{where}.content")
             if role == "assistant" and last is not None and "tool_calls" not in last:
@@ -319,7 +320,7 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
         case "reasoning":
             pass
         case kind:
-            raise ValueError(f"{where}.type: {kind!r} is not served")
+            raise ValueError(f"{where}.type: {short(kind)} is not served")
 
 
 def _text(content: object, where: str) -> str:
@@ -342,7 +343,7 @@ def _choice(choice: Any) -> Any:
 
 def _tool(tool: Mapping[str, Any], place: int) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise ValueError(f"tools[{place}].type: {tool.get('type')!r} is not served: this server runs no tools")
+        raise ValueError(f"tools[{place}].type: {short(tool.get('type'))} is not served: this server runs no tools")
     if not isinstance(tool.get("name"), str):
         raise ValueError(f"tools[{place}].name: missing")
     shown = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}

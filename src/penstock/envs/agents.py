@@ -21,7 +21,7 @@ from penstock.envs.episode import Episode
 from penstock.model.answer_format import call_ids, with_decoded_arguments
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
-from penstock.samples import ROOT, Segment
+from penstock.samples import Segment, place_of
 from penstock.sendable import sendable
 from penstock.types import StopReason
 
@@ -35,6 +35,8 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 MOST_HEALED = 4
 """Most branches, the latest ones, with whose text a prompt is compared."""
+ENDS_AT_ONCE = 256
+"""Tokens of an answer whose ends are looked for at once."""
 MOST_REFUSALS = 64
 """Most messages of refused requests that are kept."""
 MAX_REFUSAL_CHARS = 500
@@ -152,31 +154,24 @@ class Conversation:
         shown = self._chat.encode_answer(answer.get("content") or "")
         return shown != [token for token in token_ids if token not in self._chat.eos_ids]
 
-    def _place(self, prompt_ids: list[int]) -> tuple[int, int]:
-        """Return the turn with the longest context that the prompt begins with, and the length of this context."""
-        found, open_ends = (ROOT, 0), [(ROOT, 0)]
-        while open_ends:
-            index, known = open_ends.pop()
-            found = max(found, (index, known), key=lambda each: each[1])
-            for child in self._continued.get(index, ()):
-                turn = self._episode.turns[child]
-                end = known + len(turn.observation_ids) + len(action := turn.token_ids)
-                if action and prompt_ids[known:end] == turn.observation_ids + action:
-                    open_ends.append((child, end))
-        return found
-
     def _healed(self, prompt_ids: list[int]) -> tuple[int, list[int]] | None:
         """Return the turn with whose text the prompt's text begins, among the ends of the latest branches, and its
         context with the new tokens of the prompt. None if there is no such turn, or if the prompt adds nothing."""
         ends = [index for index in range(len(self._episode.turns)) if index not in self._continued]
-        text = self._chat.decode(prompt_ids, skip_special=False)
+        text, marks = self._chat.decode(prompt_ids, skip_special=False), self._control_tokens(prompt_ids)
         for index in reversed(ends[-MOST_HEALED:]):
             context = self._episode.context_after(index)
             known = self._chat.decode(context, skip_special=False)
-            if text.startswith(known) and len(text) > len(known):
+            if not text.startswith(known) or len(text) == len(known):
+                continue
+            own = self._control_tokens(context)
+            if marks[: len(own)] == own:  # otherwise the prompt only spells the marks of turns
                 self._episode.num_drifts += 1
                 return index, context + self._tokens_after(known, prompt_ids)
         return None
+
+    def _control_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        return [token for token in token_ids if token in self._chat.special_ids]
 
     def _tokens_after(self, known: str, prompt_ids: list[int]) -> list[int]:
         """Return the tokens of the prompt after its beginning `known`. They are not tokenised again from their text:
@@ -212,7 +207,7 @@ class Conversation:
         async with holding(self._turn, TURN_S, waiter=self.name, resource="its turn", holder="its other request"):
             episode = self._episode
             episode.limit_turn(max_tokens)
-            parent, known = self._place(prompt_ids)
+            parent, known = place_of(prompt_ids, episode.turns, self._continued)
             if known == len(prompt_ids):
                 raise NothingAsked("the prompt ends with the policy's own answer: add something to it")
             if self._continued.get(parent) and (healed := self._healed(prompt_ids)):
@@ -235,7 +230,7 @@ class Conversation:
             except BaseException:
                 episode.forget_turn()
                 raise
-            if ends is not None and (length := _end(episode.turns[-1].token_ids, ends)):
+            if ends is not None and (length := await _end(episode.turns[-1].token_ids, ends)):
                 episode.cut_turn(length)
                 finished = True
             self.cut = not finished
@@ -246,7 +241,11 @@ class Conversation:
             self._continued.setdefault(parent, []).append(turn)
             if asked is not None:
                 message = self._message(given_ids, answer.token_ids, asked)
-                said = Said(turn, [*_plain(asked.messages), message], asked.settings)
+                plain = _plain(asked.messages)
+                # What an earlier request said is kept once, however often the client sends it.
+                earlier = next((each for each in self._said[::-1] if _repeats(plain, asked.settings, each)), None)
+                shared = () if earlier is None else earlier.messages
+                said = Said(turn, [*shared, *plain[len(shared) :], message], asked.settings)
                 insort(self._said, said, key=lambda each: len(each.messages))
             return answer
 
@@ -320,13 +319,16 @@ def _matches(asked: Message, known: Message) -> bool:
     return is_said and bool(calls) == bool(known_calls) and calls == known_calls[: len(calls)]
 
 
-def _end(token_ids: Sequence[int], ends: Ends) -> int | None:
-    """Return the number of tokens after which an answer ends; None if it does not end among them."""
+async def _end(token_ids: Sequence[int], ends: Ends) -> int | None:
+    """Return the number of tokens after which an answer ends; None if it does not end among them. `ends` may take
+    seconds for a long answer, so other episodes have their turn meanwhile."""
     so_far: list[int] = []
-    for token in token_ids:
+    for number, token in enumerate(token_ids, 1):
         so_far.append(token)
         if ends(so_far):
-            return len(so_far)
+            return number
+        if number % ENDS_AT_ONCE == 0:
+            await asyncio.sleep(0)
     return None
 
 

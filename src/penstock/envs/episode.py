@@ -41,6 +41,8 @@ from penstock.types import (
 
 MAX_INFO_BYTES_OF_ALL = 1 << 18
 """Limit of an episode's whole `info`: the summaries of a group travel in one message."""
+MOST_INFO = 256
+"""Most keys of an episode's `info` that are kept."""
 MOST_METRIC_VALUES = 65_536
 """Most values of a metric of an episode. Later ones are left out."""
 LONGEST_SEPARATOR = 64
@@ -101,6 +103,8 @@ class Episode:
     wanted: frozenset[str] | None = frozenset()
     """Keys of the environment's `info` to keep. None: all."""
     info: dict[str, Any] = field(default_factory=dict)
+    _info_sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Memory and encoded bytes of each value of `info`."""
     metrics: dict[str, list[float]] = field(default_factory=dict)
     """Values that the environment gave in `info["metrics"]`, by name."""
     ended: bool = False
@@ -241,8 +245,8 @@ class Episode:
             self._measure(info[METRICS])
         names = [str(name) for name in info if name != METRICS] if self.wanted is None else self.wanted
         for name in names:
-            if name in info:
-                self.info[name] = self._within_bounds(name, plain(info[name]))
+            if name in info and (name in self.info or len(self.info) < MOST_INFO):
+                self._keep(name, plain(info[name]))
 
     def _measure(self, metrics: object) -> None:
         if not isinstance(metrics, Mapping):
@@ -263,12 +267,17 @@ class Episode:
         kinds = self.environment.style.metric_kinds if self.environment is not None else {}
         return {name: METRIC_KINDS[kinds.get(name, "mean")](values) for name, values in self.metrics.items()}
 
-    def _within_bounds(self, name: str, value: Any) -> Any:
-        """Return a value of `info`, or a text instead if the episode's summary would become too large."""
-        if memory_of(self.info | {name: value}) > MAX_INFO_MEMORY:
-            return "left out: the info of the episode holds too many values"
-        size = len(msgspec.msgpack.encode(self.info | {name: value}))
-        return value if size <= MAX_INFO_BYTES_OF_ALL else f"left out: the info of the episode has {size} bytes"
+    def _keep(self, name: str, value: Any) -> None:
+        """Keep a value of `info`, or a text instead if the episode's summary would become too large."""
+        memory, size = memory_of(value), len(msgspec.msgpack.encode(value)) + len(name)
+        others = [each for key, each in self._info_sizes.items() if key != name]
+        all_memory, all_size = memory + sum(each[0] for each in others), size + sum(each[1] for each in others)
+        if all_memory > MAX_INFO_MEMORY:
+            value = "left out: the info of the episode holds too many values"
+        elif all_size > MAX_INFO_BYTES_OF_ALL:
+            value = f"left out: the info of the episode has {all_size} bytes"
+        self.info[name] = value
+        self._info_sizes[name] = (memory, size) if all_memory <= MAX_INFO_MEMORY else (0, 0)
 
     def fail(self, error: Exception) -> None:
         if not self.ended:
@@ -303,7 +312,7 @@ class Episode:
         return Trajectory(
             episode=self.lease.episode,
             task_id=self.task.task_id,
-            turns=self.turns,
+            turns=list(self.turns),
             reward=self.reward,
             status=self.status,
             stop_reason=self.stop_reason,

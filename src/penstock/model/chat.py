@@ -140,6 +140,11 @@ class ChatTokenizer:
         """Number of characters of the longest token, as the vocabulary spells it."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Return the special tokens."""
+        return self._marks.kept | self._marks.dropped
+
     def encode_answer(self, text: str) -> list[int]:
         """Return the token ids of an answer without its end of turn. Special tokens stay text. Other added tokens
         (`<tool_call>`) are recognised."""

@@ -7,7 +7,7 @@ from math import comb
 from typing import Any
 
 from penstock.observe.summary import mean
-from penstock.types import NO_VERSION, EpisodeSummary, Task
+from penstock.types import MOST_METRICS, NO_VERSION, EpisodeSummary, Task
 
 Played = Sequence[EpisodeSummary]
 """All episodes of one task."""
@@ -56,4 +56,4 @@ def means_of_metrics(episodes: Sequence[EpisodeSummary]) -> dict[str, float]:
     for episode in episodes:
         for name, value in episode.metrics.items():
             values.setdefault(name, []).append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    return {name: sum(found) / len(found) for name, found in list(values.items())[:MOST_METRICS]}

@@ -56,6 +56,8 @@ class PartialRollouts:
     def save_cut(self, group: GroupProgress, so_far: Trajectory) -> PayloadRef | None:
         """Save the new segments of a member that was cut. Return None if there are none, or if cut members are not
         saved."""
+        if so_far.turns[-1].parent is not None:
+            return None  # an agent's turn: its program cannot continue elsewhere
         member, num_segments = so_far.episode.episode, len(so_far.turns[-1].segments)
         num_saved = group.num_saved.get(member, 0)
         if not group.saves_cut or num_segments == num_saved:
@@ -128,6 +130,8 @@ class PartialRollouts:
             samples = self._pool.payloads.read(ref)
             if len(samples) > 1:
                 return list(samples)
+            if not samples or not len(samples[0].loss_mask):
+                raise PayloadError("a piece of it is empty")
             pieces += samples
             if not samples[0].loss_mask[0]:
                 return [Sample.joined(pieces[::-1])]

@@ -127,7 +127,7 @@ def check_summary(summary: EpisodeSummary) -> None:
         demand(0 <= seconds <= MAX_SECONDS, f"it took {seconds} s")
     demand(len(summary.metrics) <= MOST_METRICS, f"it has {len(summary.metrics)} metrics")
     for name, value in summary.metrics.items():
-        demand(len(name) <= MAX_METRIC_NAME and math.isfinite(value), f"its metric {name[:MAX_METRIC_NAME]} is {value}")
+        demand(len(name) <= MAX_METRIC_NAME and abs(value) <= MOST, f"its metric {name[:MAX_METRIC_NAME]} is {value}")
 
 
 def check_episodes(episodes: Sequence[EpisodeId]) -> None:

@@ -52,12 +52,16 @@ class PromptText:
         """Return the tokens of a conversation that consists of `parts`. Raises ValueError if it is too long."""
 
         def checked() -> list[int]:
-            if has_more_characters(parts, self._max_characters):
-                raise self._too_long(f"a conversation of more than {self._max_characters} characters")
+            self.check(*parts)
             return render()
 
         is_short = self._renders_inline and not has_more_characters(parts, INLINE_CHARACTERS)
         return checked() if is_short else await in_text_thread(checked, waiter=WAITER)
+
+    def check(self, *parts: object) -> None:
+        """Raise `ContextExceeded` for a conversation of `parts` that is too long."""
+        if has_more_characters(parts, self._max_characters):
+            raise self._too_long(f"a conversation of more than {self._max_characters} characters")
 
     def _too_long(self, what: str) -> ContextExceeded:
         return ContextExceeded(f"{what} cannot fit: {self._reason}; shorten it")
