@@ -25,6 +25,7 @@ FEW_SANDBOXES = ["model.warm_start.steps=2", "scheduler.group_filter=[]", "train
 SHORTER = {
     "quickstart": ["model.warm_start.steps=60"],
     "adaptive": ["model.warm_start.steps=20"],
+    "frameworks": ["trainer.steps=1", "trainer.groups_per_step=1", "data.eval_tasks=0"],
     "guess_number": ["model.warm_start.steps=5", "trainer.steps=3"],
     "simulate": ["simulator.steps=4", "trainer.groups_per_step=32"],
     "shell_sandbox": FEW_SANDBOXES,

@@ -39,7 +39,7 @@ from penstock.rollout.app import ApiKeys, App, key_of
 from penstock.rollout.generation import Generation
 from penstock.rollout.generator import AnswersOnly, Increment, OnTokens
 from penstock.rollout.http import Refused
-from penstock.rollout.request import ContextExceeded, GenerateRequest, check_prompt
+from penstock.rollout.request import ContextExceeded, GenerateRequest, check_prompt, check_tokens
 from penstock.rollout.session import RolloutError
 from penstock.runtime.http_client import MAX_MESSAGE_CHARS
 from penstock.samples import Segment
@@ -162,6 +162,7 @@ class Session(AnswersOnly):
         except ContextExceeded as error:
             self._conversation.exceeded(str(error))
             raise
+        check_tokens([*request.params.stop_token_ids], self._vocab_size)
         if min(request.max_new_tokens) < 1:
             raise ValueError(f"max_new_tokens must be at least 1, not {min(request.max_new_tokens)}")
         if len(request.seeds) > MAX_WAITING:

@@ -115,7 +115,7 @@ class GenerateRequest:
                 f"{len(self.prompt_ids)} prompt tokens and {max(self.max_new_tokens)} new tokens make {num_tokens}, "
                 f"and this model's maximum context length is {max_context} tokens"
             )
-        _check_tokens([*self.params.stop_token_ids, *self.params.logit_bias], vocab_size)
+        check_tokens([*self.params.stop_token_ids, *self.params.logit_bias], vocab_size)
         if self.params.top_logprobs > vocab_size:
             raise ValueError(f"top_logprobs is {self.params.top_logprobs}, but there are only {vocab_size} tokens")
 
@@ -128,10 +128,11 @@ def check_prompt(prompt_ids: Sequence[int], *, vocab_size: int, max_context: int
         raise ContextExceeded(
             f"the prompt has {len(prompt_ids)} tokens, and this model's maximum context length is {max_context} tokens"
         )
-    _check_tokens(prompt_ids, vocab_size)
+    check_tokens(prompt_ids, vocab_size)
 
 
-def _check_tokens(ids: Sequence[int], vocab_size: int) -> None:
+def check_tokens(ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError unless all these are tokens of a vocabulary of this size."""
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token < vocab_size:
             raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size} tokens")
