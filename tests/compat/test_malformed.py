@@ -29,7 +29,14 @@ def check(given: Malformed, status: int, headers: Any, body: bytes) -> None:
     if given.method == "TRACE" or (given.path == "/flush_cache" and headers["Content-Type"].startswith("text/plain")):
         return
     reply = json.loads(body)
-    if given.path.startswith("/v1/"):
+    if "/messages" in given.path and given.path in VALID:
+        assert reply.keys() == {"type", "error"} and reply["error"].keys() == {"message", "type", "code"}, (
+            given,
+            reply,
+        )
+        assert reply["error"]["type"].endswith("_error") or reply["error"]["type"] == "request_too_large"
+        assert headers["x-should-retry"] == "false"
+    elif given.path.startswith("/v1/"):
         assert reply["error"].keys() == {"message", "type", "param", "code"}, (given, reply)
         assert reply["error"]["type"] == "invalid_request_error"
         assert headers["x-should-retry"] == "false"

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.compat import openai_wire as wire
-from penstock.compat.openai import INVALID, ChatFormat, OpenAI, code_of, short
+from penstock.compat.openai import INVALID, ChatFormat, OpenAI, code_of, short, should_retry
 from penstock.rollout import bodies, convert, http
 
 KINDS = {
@@ -327,7 +327,9 @@ def _text(content: object, where: str) -> str:
 
 def refuse(error: Exception) -> Response:
     """Return an error in the format of the Messages API."""
-    return http.answer(AnthropicError(error=_details(error)), http.status_of(error))
+    response = http.answer(AnthropicError(error=_details(error)), http.status_of(error))
+    response.headers["x-should-retry"] = should_retry(error)
+    return response
 
 
 def _details(error: Exception) -> ErrorDetails:

@@ -467,8 +467,13 @@ def refuse(error: Exception) -> Response:
     """Return an error in OpenAI's format. A header tells OpenAI's SDK whether a retry may succeed."""
     status = http.status_of(error)
     response = http.answer(_error(error), status)
-    response.headers["x-should-retry"] = "true" if status in RETRYABLE else "false"
+    response.headers["x-should-retry"] = should_retry(error)
     return response
+
+
+def should_retry(error: Exception) -> str:
+    """Return what a header tells the official SDKs: whether a retry may succeed."""
+    return "true" if http.status_of(error) in RETRYABLE else "false"
 
 
 def _generate_body(body: wire.SamplingFields, max_tokens: int, *, top: int | None, wanted: bool) -> bodies.GenerateBody:
