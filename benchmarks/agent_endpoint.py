@@ -30,29 +30,26 @@ import aiohttp
 import uvloop
 import yaml
 from aiohttp import web
-from environments import CORE, READY, START_S, TIMEOUT_S, cpu_of, worker_process
+from environments import CORE, GROUP_SIZE, READY, START_S, TIMEOUT_S, Controller, cpu_of, reply_of, worker_process
 from report import Benchmark, arguments, publish
 
 from penstock.config import Config
 from penstock.control.bus import Bus
-from penstock.control.messages import AnyMessage, DataGenerated, GrantRequest, Hello, TaskRequest, Welcome
 from penstock.control.remote_workers import RemoteWorkers
 from penstock.model.answer_format import FORMATS, AnswerFormat
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
-from penstock.ports.work import Work
 from penstock.processes.layout import model_dir, prepare
-from penstock.rollout import bodies
 from penstock.runtime.http_server import bind, url_of
 from penstock.supervisor.child import Child
-from penstock.types import Sampling, SegmentGrant, Task
+from penstock.types import Task
 
 BENCHMARK = Benchmark(
     name="agent_endpoint",
     measures=["envs", "compat", "model/answer_format.py", "model/chat.py", "rollout"],
     figures=["overhead_ms_per_request", "requests_per_s", "lost_requests", "doubled_answers", "tool_parse_us"],
 )
-AGENTS, GROUP_SIZE, TURNS = 256, 8, 8
+AGENTS, TURNS = 256, 8
 ANSWER_S = 0.05
 LEFT, REPEATED = 0.1, 0.05
 """Shares of requests that are left before their answer, and that are sent again after it."""
@@ -87,7 +84,7 @@ class Outside:
 
 
 class Engine:
-    """Answers each request after `ANSWER_S` with a call of the tool that nobody else gets."""
+    """Answers each request after `ANSWER_S` with a call of the tool. No two calls have the same argument."""
 
     def __init__(self, chat: ChatTokenizer) -> None:
         self._chat, self._numbers = chat, itertools.count()
@@ -99,21 +96,7 @@ class Engine:
         self.num_samples += 1
         call = json.dumps({"name": "look", "arguments": {"key": word(next(self._numbers))}})
         tokens = [*self._chat.encode_answer(f"<tool_call>\n{call}\n</tool_call>"), self._chat.eos_ids[0]]
-        reply = bodies.GenerateReply(
-            text="",
-            output_ids=tokens,
-            meta_info=bodies.MetaInfo(
-                id="0",
-                finish_reason=bodies.Stop(matched=tokens[-1]),
-                prompt_tokens=0,
-                completion_tokens=len(tokens),
-                weight_version="0",
-                weight_versions=[bodies.WeightSpan("0", 0, len(tokens))],
-                e2e_latency=0.0,
-                output_token_logprobs=[(-1.0, token, None) for token in tokens],
-            ),
-        )
-        return web.Response(body=bodies.encode(reply), content_type="application/json")
+        return web.Response(body=reply_of(tokens), content_type="application/json")
 
     async def ready(self, request: web.Request) -> web.Response:
         return web.Response(body=READY, content_type="application/json")
@@ -194,53 +177,6 @@ class Desk:
         return {"tool_calls": [{name: value for name, value in call.items() if name != "index"} for call in calls]}
 
 
-@dataclass(slots=True)
-class Controller:
-    """Grants everything; another group for each that has been played, until it is told to stop."""
-
-    url: str
-    groups: Any = field(default_factory=itertools.count)
-    workers: RemoteWorkers | None = None
-    num_open: int = 0
-    is_over: bool = False
-
-    async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
-        match message:
-            case Hello():
-                return Welcome(server_urls=[self.url])
-            case TaskRequest():
-                for _ in range(AGENTS // GROUP_SIZE):
-                    self._start(peer)
-            case GrantRequest(episode=episode):
-                assert self.workers is not None
-                self.workers.grant(peer, SegmentGrant(episode=episode, max_tokens=MAX_TOKENS))
-            case DataGenerated(episodes=episodes):
-                failed = [episode.error for episode in episodes if episode.error]
-                assert not failed, failed[0]
-                self.num_open -= 1
-                if not self.is_over:
-                    self._start(peer)
-        return None
-
-    def _start(self, worker: str) -> None:
-        assert self.workers is not None
-        group = next(self.groups)
-        self.num_open += 1
-        work = Work(
-            task=Task(task_id="t", tag="train", index=0),
-            group=group,
-            attempt=0,
-            group_size=GROUP_SIZE,
-            members=tuple(range(GROUP_SIZE)),
-            max_tokens=(MAX_TOKENS,) * GROUP_SIZE,
-            env_seed=group,
-            sampling_seed=0,
-            sampling=Sampling(max_new_tokens=MAX_TOKENS),
-            deadline_s=300.0,
-        )
-        self.workers.start(worker, work)
-
-
 async def serving(routes: dict[str, Any]) -> tuple[web.AppRunner, str]:
     """Serve POST and GET routes on a port of their own."""
     app = web.Application()
@@ -267,7 +203,7 @@ async def play_and_watch(
         desk_runner, desk_url = await serving({"/": desk.play})
         settings["env"]["options"] = {"desk": f"{desk_url}/"}
         (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
-        nonce, controller = secrets.token_hex(8), Controller(engine_url)
+        nonce, controller = secrets.token_hex(8), Controller(url=engine_url, num_episodes=AGENTS, max_tokens=MAX_TOKENS)
         child = Child(name="controller", run_dir=run_dir, runtime_dir=runtime_dir, run_id="benchmark", nonce=nonce)
         bus = Bus(str(runtime_dir), controller.handle, nonce=child.secret("greeting"))
         async with asyncio.TaskGroup() as tasks:

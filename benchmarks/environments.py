@@ -116,62 +116,75 @@ class Engine(asyncio.Protocol):
 
 
 READY = bodies.encode(bodies.Ready(run_id="", nonce="", policy_version=0, state="serving"))
-ANSWER = bodies.encode(
-    bodies.GenerateReply(
+
+
+def reply_of(token_ids: list[int]) -> bytes:
+    """An engine's answer with these tokens, which ended by itself."""
+    reply = bodies.GenerateReply(
         text="",
-        output_ids=ACTION,
+        output_ids=token_ids,
         meta_info=bodies.MetaInfo(
             id="0",
-            finish_reason=bodies.Stop(matched=ACTION[-1]),
+            finish_reason=bodies.Stop(matched=token_ids[-1]),
             prompt_tokens=0,
-            completion_tokens=len(ACTION),
+            completion_tokens=len(token_ids),
             weight_version="0",
-            weight_versions=[bodies.WeightSpan("0", 0, len(ACTION))],
+            weight_versions=[bodies.WeightSpan("0", 0, len(token_ids))],
             e2e_latency=0.0,
-            output_token_logprobs=[(-1.0, token, None) for token in ACTION],
+            output_token_logprobs=[(-1.0, token, None) for token in token_ids],
         ),
     )
-)
+    return bodies.encode(reply)
 
 
-@dataclass(slots=True)
+ANSWER = reply_of(ACTION)
+
+
+@dataclass(slots=True, kw_only=True)
 class Controller:
-    """Grants everything; another group for each that has been played."""
+    """Grants everything; another group for each that has been played, until it is told to stop."""
 
-    config: Config
     url: str
+    num_episodes: int
+    max_tokens: int
     groups: Iterator[int] = field(default_factory=itertools.count)
     workers: RemoteWorkers | None = None
+    num_open: int = 0
+    """Groups that are being played."""
+    is_over: bool = False
 
     async def handle(self, peer: str, message: AnyMessage) -> AnyMessage | None:
         match message:
             case Hello():
                 return Welcome(server_urls=[self.url])
             case TaskRequest():
-                for _ in range(EPISODES // GROUP_SIZE):
+                for _ in range(self.num_episodes // GROUP_SIZE):
                     self._start(peer)
             case GrantRequest(episode=episode):
                 assert self.workers is not None
-                self.workers.grant(peer, SegmentGrant(episode=episode, max_tokens=len(ACTION)))
+                self.workers.grant(peer, SegmentGrant(episode=episode, max_tokens=self.max_tokens))
             case DataGenerated(episodes=episodes):
                 failed = [episode.error for episode in episodes if episode.error]
                 assert not failed, failed[0]
-                self._start(peer)
+                self.num_open -= 1
+                if not self.is_over:
+                    self._start(peer)
         return None
 
     def _start(self, worker: str) -> None:
         assert self.workers is not None
         group = next(self.groups)
+        self.num_open += 1
         work = Work(
             task=Task(task_id="t", tag="train", index=0),
             group=group,
             attempt=0,
             group_size=GROUP_SIZE,
             members=tuple(range(GROUP_SIZE)),
-            max_tokens=(len(ACTION),) * GROUP_SIZE,
+            max_tokens=(self.max_tokens,) * GROUP_SIZE,
             env_seed=group,
             sampling_seed=0,
-            sampling=Sampling(max_new_tokens=len(ACTION)),
+            sampling=Sampling(max_new_tokens=self.max_tokens),
             deadline_s=300.0,
         )
         self.workers.start(worker, work)
@@ -195,12 +208,12 @@ def worker_process(run_dir: Path, runtime_dir: Path, nonce: str) -> Iterator[psu
             process.send_signal(signal.SIGKILL)
 
 
-async def serve_and_watch(run_dir: Path, runtime_dir: Path, config: Config, watch_s: float) -> dict[str, float]:
+async def serve_and_watch(run_dir: Path, runtime_dir: Path, watch_s: float) -> dict[str, float]:
     """Turns a second, and what each costs."""
     loop = asyncio.get_running_loop()
     listener = bind("127.0.0.1", 0)
     server = await loop.create_server(Engine, sock=listener)
-    controller = Controller(config, url_of("127.0.0.1", listener))
+    controller = Controller(url=url_of("127.0.0.1", listener), num_episodes=EPISODES, max_tokens=len(ACTION))
     nonce = secrets.token_hex(8)
     child = Child(name="controller", run_dir=run_dir, runtime_dir=runtime_dir, run_id="benchmark", nonce=nonce)
     bus = Bus(str(runtime_dir), controller.handle, nonce=child.secret("greeting"))
@@ -248,7 +261,7 @@ def play(watch_s: float) -> dict[str, float]:
     with TemporaryDirectory() as run_dir, TemporaryDirectory(dir="/dev/shm") as runtime_dir:
         prepare(config, Path(run_dir))
         Path(run_dir, "config.yaml").write_text(yaml.safe_dump(settings))
-        figures: dict[str, float] = uvloop.run(serve_and_watch(Path(run_dir), Path(runtime_dir), config, watch_s))
+        figures: dict[str, float] = uvloop.run(serve_and_watch(Path(run_dir), Path(runtime_dir), watch_s))
         return figures
 
 

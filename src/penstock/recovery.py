@@ -37,7 +37,7 @@ from penstock.types import EpisodeState, Task, WeightsHandle
 MAX_LEARNED_GROUPS = 20_000
 """Most groups from which a new controller learns lengths. It is enough for any predictor, and takes under a minute."""
 AGAIN_S = 1.0
-"""Wait before weights are published or restored again, after no server could get them."""
+"""Wait in seconds before weights that no server could get are published or restored again."""
 FIRST_VERSION = 0
 """Version of the weights that a run begins with."""
 LEARNED_AT_ONCE = 100

@@ -129,8 +129,8 @@ def place_of(
 class Trajectory:
     """The result of an episode. A failed episode has a trajectory too; its `error` says why it failed.
 
-    The turns form a tree: several turns may continue the context of one, if an agent branches off or rewrites its
-    history. A *branch* is a path from a first turn to a turn that no other one continues.
+    The turns form a tree, because an agent may branch off or rewrite its history: then several turns continue the same
+    turn. A *branch* is a path from a first turn to a turn that no other turn continues.
     """
 
     episode: EpisodeId
@@ -207,8 +207,8 @@ class Trajectory:
             before = each.token_ids[: own[0]].tolist() if len(own) else each.token_ids.tolist()
             parent, known = place_of(before, turns, continued) if turns else (None, 0)
             for turn in _turns(each, parent, start=known):
-                continued.setdefault(parent_of([*turns, turn], len(turns)), []).append(len(turns))
                 turns.append(turn)
+                continued.setdefault(parent_of(turns, len(turns) - 1), []).append(len(turns) - 1)
         status: TrajectoryStatus = "aborted" if not ended else "truncated" if sample.truncated else "completed"
         if status == "completed" and turns and turns[-1].segments:
             turns[-1].segments[-1] = replace(turns[-1].segments[-1], finish_reason="stop")

@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from scripted_policy import ScriptedPolicy
 from test_gateway import AGAIN, Gated, ask_natively, chat, client_of, play, says
 
+from penstock.compat.gateway import RETRY, Retry, Session
 from penstock.config import Config
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
+from penstock.rollout.http import Refused
+from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.samples import ROOT, Sample, Segment, Trajectory
 
 __all__ = ["chat"]
@@ -98,40 +101,52 @@ async def test_who_left_before_its_answer_gets_it_and_no_second_one(chat: ChatTo
     assert (trajectory.reward, len(trajectory.turns)) == (1.0, 2)
 
 
+class Talk:
+    """A conversation that answers with one token after the other, once it is let."""
+
+    name, max_context = "talk", 512
+
+    def __init__(self) -> None:
+        self.let, self.num_asked = asyncio.Event(), 0
+
+    async def answer(self, prompt_ids: list[int], max_tokens: int, asked: Any, **how: Any) -> Segment:
+        self.num_asked += 1
+        number = self.num_asked
+        await self.let.wait()
+        return Segment(token_ids=[number], logprobs=[-1.0], spans=[], finish_reason="stop")
+
+
+def request() -> GenerateRequest:
+    return GenerateRequest(rid="r", prompt_ids=[1, 2], params=SamplingParams(), max_new_tokens=(8,), seeds=(0,))
+
+
 async def test_a_request_that_arrives_after_its_own_retry_gets_the_same_answer(chat: ChatTokenizer) -> None:
-    policy = Gated(says(chat, "once", "twice"))
+    talk = Talk()
+    session = Session(talk, chat, model_name="tiny")  # type: ignore[arg-type]
 
-    async def agent(llm: Endpoint) -> float:
-        async with client_of(llm, max_retries=0) as client:
-            retry = asyncio.create_task(ask(client, [user("x")], extra_headers=AGAIN))
-            await asyncio.sleep(0.2)
-            late = asyncio.create_task(ask(client, [user("x")]))
-            await asyncio.sleep(0.2)
-            policy.let.set()
-            return float([await retry, await late, await ask(client, [user("x")])] == ["once", "once", "twice"])
+    async def ask_as(retry: Retry) -> list[int]:
+        RETRY.set(retry)
+        return (await session.generate(request()))[0].token_ids
 
-    trajectory = await play(chat, policy, agent)
-    assert (trajectory.reward, len(trajectory.turns)) == (1.0, 2)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        early = tasks.create_task(ask_as(Retry(number=1)))
+        late = tasks.create_task(ask_as(Retry()))
+        another = tasks.create_task(ask_as(Retry()))
+        while talk.num_asked < 2:  # noqa: ASYNC110 - all three have asked then
+            await asyncio.sleep(0)
+        talk.let.set()
+    assert [early.result(), late.result(), another.result()] == [[1], [1], [2]]
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.015])
-async def test_no_answer_begins_after_the_end_of_the_episode(chat: ChatTokenizer, delay_s: float) -> None:
-    policy = ScriptedPolicy(says(chat, "a", "b"))
-    clients: list[openai.AsyncOpenAI] = []
-
-    async def agent(llm: Endpoint) -> float:
-        clients.append(client := client_of(llm, max_retries=0))
-        await ask(client, [user("x")])
-        late = asyncio.create_task(ask(client, [user("y")]))
-        late.add_done_callback(lambda done: done.exception())
-        await asyncio.sleep(delay_s)
-        return 1.0
-
-    trajectory = await play(chat, policy, agent)
-    num_turns, num_asked = len(trajectory.turns), len(policy.prompts)
-    await asyncio.sleep(0.2)
-    await clients[0].close()
-    assert (len(trajectory.turns), len(policy.prompts)) == (num_turns, num_asked)
+async def test_no_answer_begins_after_the_end_of_the_episode(chat: ChatTokenizer) -> None:
+    """A request may come before the end, and be read after it."""
+    talk = Talk()
+    session = Session(talk, chat, model_name="tiny")  # type: ignore[arg-type]
+    asking = asyncio.create_task(session.generate(request()))
+    await session.close()
+    with pytest.raises(Refused, match="the episode has ended") as refused:
+        await asking
+    assert (refused.value.status, talk.num_asked) == (410, 0)
 
 
 async def test_the_same_idempotency_key_gets_the_same_answer(chat: ChatTokenizer) -> None:

@@ -272,7 +272,7 @@ def test_searches_that_are_cut_short_go_on_until_every_setting_was_tried() -> No
         return list(asked)
 
     assert ask(names[2:]) == names
-    assert run.tuning.why_due == f"the last search did not come to {', '.join(names[2:])}"
+    assert run.tuning.why_due == f"the last search did not reach {', '.join(names[2:])}"
     assert ask([*names[:2], *names[4:]]) == [*names[2:], *names[:2]]
     assert ask(names[:4]) == [*names[4:], *names[:4]]
     assert not run.tuning.why_due

@@ -18,8 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.compat import openai_wire as wire
-from penstock.compat.openai import INVALID, ChatFormat, OpenAI, code_of, short, should_retry
+from penstock.compat.openai import OpenAI
+from penstock.compat.openai_errors import INVALID, code_of, short, should_retry
+from penstock.compat.openai_formats import ChatFormat
+from penstock.compat.openai_requests import text_of
 from penstock.rollout import bodies, convert, http
+from penstock.rollout.convert import PromptRequest
 
 KINDS = {
     400: INVALID,
@@ -125,7 +129,7 @@ class AnthropicMessages:
             usage={"input_tokens": len(prompts[0].prompt_ids), "output_tokens": 0},
         )
         if body.stream:
-            return StreamingResponse(self._stream(generate, form, head), media_type="text/event-stream")
+            return StreamingResponse(self._stream(prompts, form, head), media_type="text/event-stream")
         (answer,) = await self._chats.give(request, prompts)
         (segment,) = answer.segments
         choice = form.choice(0, answer, segment)
@@ -137,19 +141,17 @@ class AnthropicMessages:
         return response
 
     async def _stream(
-        self, generate: bodies.GenerateBody, form: ChatFormat, head: MessageReply
+        self, prompts: Sequence[PromptRequest], form: ChatFormat, head: MessageReply
     ) -> AsyncIterator[bytes]:
         """Yield the events of a message: its blocks grow one after the other."""
         yield _event("message_start", message=head)
         blocks, ended = Blocks(), dict[str, Any]()
         num_tokens = 0
         try:
-            async for sample, choice in self._chats.follow(generate, form):
+            async for sample, choice in self._chats.follow(prompts, form):
                 for event in blocks.grow(choice["delta"]):
                     yield event
                 num_tokens, ended = sample.num_tokens, choice
-                if sample.answer is not None:
-                    ended = form.choice(0, sample.answer, sample.answer.segments[0])
         except http.EXPECTED as error:
             yield _event("error", error=_details(error))
             return
@@ -233,7 +235,7 @@ def _chat_body(body: MessagesBody) -> wire.ChatBody:
     if unserved:
         raise ValueError(f"{', '.join(unserved)}: not served")
     choice = body.tool_choice or {"type": "auto"}
-    system = [{"role": "system", "content": text}] if (text := _text(body.system, "system")) else []
+    system = [{"role": "system", "content": text}] if (text := text_of(body.system, "system")) else []
     messages = [each for place, message in enumerate(body.messages) for each in _messages(message, place)]
     given = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(body, name)) is not None}
     return wire.ChatBody(
@@ -285,7 +287,7 @@ def _messages(message: Mapping[str, Any], place: int) -> list[dict[str, Any]]:
     for number, block in enumerate(content):
         match role, block.get("type"):
             case _, "text":
-                texts.append(_text([block], f"{where}.content.{number}"))
+                texts.append(text_of([block], f"{where}.content.{number}"))
             case "assistant", "thinking" | "redacted_thinking":
                 pass
             case "assistant", "tool_use":
@@ -312,17 +314,7 @@ def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(block.get("tool_use_id"), str):
         raise ValueError(f"{where}.tool_use_id: field required")
-    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": _text(block.get("content"), where)}
-
-
-def _text(content: object, where: str) -> str:
-    """Return a text, or the joined text of blocks. Raises ValueError for other blocks."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    blocks: Sequence[Any] = content if isinstance(content, list) else [content]
-    if not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in blocks):
-        raise ValueError(f"{where}: only text is served")
-    return "".join(each["text"] for each in blocks)
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text_of(block.get("content"), where)}
 
 
 def refuse(error: Exception) -> Response:

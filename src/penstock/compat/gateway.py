@@ -1,9 +1,9 @@
-"""Gateway between agents and the policy: every episode has its own OpenAI endpoint with an unguessable key.
+"""Gateway between agents and the policy: every episode has its own endpoint with an unguessable key.
 
 The key is the API key, or part of the base URL (`/s/KEY/v1`) for agents that can only set a URL. Agents that work with
 tokens can use SGLang's native `/s/KEY/generate`. An agent's requests become the turns of its episode. A repeated prompt
-is sampled again, but for a retry: the client says that it is one, or left before it had the answer. A retry gets the
-answer of its turn, even while that answer is still being generated.
+is sampled again, unless the request is a retry. A request is a retry if its headers say so, or if the client of the
+earlier request left before it had the answer. A retry gets the answer of its turn, also if it is still being generated.
 
 The run sets the sampling, because its temperature is part of the training. The gateway ignores an agent's temperature,
 top_p, seed and the like. It refuses a penalty. An answer ends at the first stop string or stop token; nothing after it
@@ -29,9 +29,10 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.compat.dialects import dialects
-from penstock.compat.openai import CONTEXT_EXCEEDED, INVALID, OpenAI, refuse
+from penstock.compat.openai import OpenAI
+from penstock.compat.openai_errors import CONTEXT_EXCEEDED, INVALID, refuse
 from penstock.deadline import Stalled
-from penstock.envs.agents import Asked, Conversation, Ends, Over
+from penstock.envs.agents import Asked, Conversation, Over
 from penstock.envs.dialogue import EpisodeFailure
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
@@ -44,9 +45,9 @@ from penstock.rollout.session import RolloutError
 from penstock.runtime.http_client import MAX_MESSAGE_CHARS
 from penstock.samples import Segment
 
-IGNORED = {"temperature", "top_p", "top_k", "min_p", "stop_token_ids"}
-"""Sampling parameters that the run sets, or that only end an answer. An episode refuses the others: they would change
-the policy's own answer, or ask for data that the gateway does not have."""
+ALLOWED = {"temperature", "top_p", "top_k", "min_p", "stop_token_ids"}
+"""Sampling parameters that an episode takes. The run sets all of them but the last, whatever a request says. Other
+parameters are refused: they would change the policy's own answer, or ask for data that the gateway does not have."""
 REFUSALS = frozenset({400, 404, 405, 409, 413, 415, 422})
 """Statuses of requests that are refused for what they ask."""
 ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
@@ -167,7 +168,7 @@ class Session(AnswersOnly):
             raise ValueError(f"max_new_tokens must be at least 1, not {min(request.max_new_tokens)}")
         if len(request.seeds) > MAX_WAITING:
             raise ValueError(f"`n` is {len(request.seeds)}, more than {MAX_WAITING}")
-        if asked := request.params.changed() - IGNORED:
+        if asked := request.params.changed() - ALLOWED:
             names = ", ".join(sorted(asked))
             raise ValueError(f"{names}: not served in an episode, which is trained as the policy's own answers")
 
@@ -180,7 +181,7 @@ class Session(AnswersOnly):
         if self._is_closed:
             raise Refused(410, "the episode has ended")
         key, segments = _digest(request.prompt_ids), list[Segment]()
-        asked = self._forget_asked(key)
+        asked = self._take_asked(key)
         replies = self._earlier(key, len(request.seeds))
         for limit in request.max_new_tokens[len(replies) :]:
             replies.append(self._begin(key, request, limit, asked))
@@ -200,8 +201,11 @@ class Session(AnswersOnly):
         return segments
 
     def _earlier(self, key: bytes, count: int) -> list[Reply]:
-        """Return earlier answers to the same prompt, at most `count`, that the current request may have: those that
-        nobody has taken or waits for, those that its own retry has begun, and if it is a retry, any."""
+        """Return the earlier answers to this prompt that belong to the current request, at most `count`.
+
+        These are the answers with its idempotency key. Without a key they are the answers that no request has returned
+        or waits for, and those that its own retry has begun. A retry that finds none gets the latest answers.
+        """
         retry, replies = RETRY.get(), self._replies.get(key, ())
         mine = [each for each in replies if retry.idempotency_key and each.idempotency_key == retry.idempotency_key]
         if mine:
@@ -220,9 +224,8 @@ class Session(AnswersOnly):
         """Begin a new answer. Raises `Refused` (503) if too many are not finished."""
         if sum(not each.task.done() for replies in self._replies.values() for each in replies) >= MAX_WAITING:
             raise Refused(503, f"this episode has {MAX_WAITING} requests without an answer: wait for one of them")
-        answer = self._conversation.answer(
-            request.prompt_ids, max_tokens, asked, ends=_ends(request), shown=request.shown
-        )
+        end_in = request.end_in if request.stops else None
+        answer = self._conversation.answer(request.prompt_ids, max_tokens, asked, end_in=end_in, shown=request.shown)
         task = asyncio.create_task(answer, name=f"answer-{self._conversation.name}")
         reply = Reply(task, RETRY.get().idempotency_key, num_missing=RETRY.get().number)
         self._replies.setdefault(key, []).append(reply)
@@ -258,8 +261,8 @@ class Session(AnswersOnly):
                     self._asked.popitem(last=False)
         return ids
 
-    def _forget_asked(self, key: bytes) -> Asked | None:
-        """Return what the latest request with this prompt asks, and keep it no longer."""
+    def _take_asked(self, key: bytes) -> Asked | None:
+        """Return and forget what the latest request with this prompt asks."""
         with self._asking:
             if key not in self._asked:
                 return None
@@ -285,14 +288,6 @@ class Session(AnswersOnly):
 
 def _digest(token_ids: Sequence[int]) -> bytes:
     return sha256(array("q", token_ids)).digest()
-
-
-def _ends(request: GenerateRequest) -> Ends | None:
-    """Return what ends an answer of this request beside the model's own tokens; None if nothing does."""
-    tokens, ends = request.params.stop_token_ids, request.ends
-    if not tokens:
-        return ends
-    return lambda so_far: so_far[-1] in tokens or (ends is not None and ends(so_far))
 
 
 def _telling(send: Send, refused: Callable[[Mapping[str, Any]], None]) -> Send:
@@ -323,7 +318,7 @@ def _error(body: bytes) -> Mapping[str, Any]:
 
 
 def _retry(scope: Scope) -> Retry:
-    """Return whether the client says that it repeats a request: the official SDKs count their retries."""
+    """Return what the headers of a request say about retries. The official SDKs count theirs."""
     headers = dict(scope["headers"])
     count = headers.get(b"x-stainless-retry-count", b"")[:3]
     return Retry(int(count) if count.isdigit() else 0, headers.get(b"idempotency-key", b"").decode("latin-1"))

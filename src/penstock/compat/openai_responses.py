@@ -19,8 +19,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.compat import openai_wire as wire
-from penstock.compat.openai import INVALID, ChatFormat, OpenAI, refuse, short
+from penstock.compat.openai import OpenAI
+from penstock.compat.openai_errors import INVALID, refuse, short
+from penstock.compat.openai_formats import ChatFormat
+from penstock.compat.openai_requests import text_of
 from penstock.rollout import bodies, convert, http
+from penstock.rollout.convert import PromptRequest
 
 UNSERVED = ("previous_response_id", "conversation", "background", "prompt", "max_tool_calls")
 ROLES = ("user", "assistant", "system", "developer")
@@ -96,7 +100,7 @@ class OpenAIResponses:
         prompts = await self._chats.requests_of(generate, form)
         state, num_prompt = self._state(body), len(prompts[0].prompt_ids)
         if body.stream:
-            return StreamingResponse(self._stream(generate, form, state, num_prompt), media_type="text/event-stream")
+            return StreamingResponse(self._stream(prompts, form, state), media_type="text/event-stream")
         (answer,) = await self._chats.give(request, prompts)
         (segment,) = answer.segments
         choice = form.choice(0, answer, segment)
@@ -133,14 +137,14 @@ class OpenAIResponses:
         )
 
     async def _stream(
-        self, generate: bodies.GenerateBody, form: ChatFormat, state: ResponseReply, num_prompt: int
+        self, prompts: Sequence[PromptRequest], form: ChatFormat, state: ResponseReply
     ) -> AsyncIterator[bytes]:
         """Yield the events of a response: its items grow one after the other."""
         output, ended, num_tokens = Output(), dict[str, Any](), 0
         yield output.event("response.created", response=state)
         yield output.event("response.in_progress", response=state)
         try:
-            async for sample, choice in self._chats.follow(generate, form):
+            async for sample, choice in self._chats.follow(prompts, form):
                 delta = choice["delta"]
                 if thought := delta.get("reasoning_content"):
                     output.add_text("reasoning", thought)
@@ -162,7 +166,7 @@ class OpenAIResponses:
         output.close()
         for event in output.take():
             yield event
-        reply = _ended(state, output.items, ended, num_prompt, num_tokens)
+        reply = _ended(state, output.items, ended, len(prompts[0].prompt_ids), num_tokens)
         yield output.event(f"response.{reply.status}", response=reply)
 
 
@@ -298,7 +302,7 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
             if item.get("role") not in ROLES:
                 raise ValueError(f"{where}.role: {short(item.get('role'))} is none of {', '.join(ROLES)}")
             role = "system" if item["role"] == "developer" else item["role"]
-            content = _text(item.get("content"), f"{where}.content")
+            content = text_of(item.get("content"), f"{where}.content")
             if role == "assistant" and last is not None and "tool_calls" not in last:
                 last["content"] += content
             else:
@@ -315,22 +319,12 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
         case "function_call_output":
             if not isinstance(item.get("call_id"), str):
                 raise ValueError(f"{where}.call_id: missing")
-            content = _text(item.get("output"), f"{where}.output")
+            content = text_of(item.get("output"), f"{where}.output")
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
         case "reasoning":
             pass
         case kind:
             raise ValueError(f"{where}.type: {short(kind)} is not served")
-
-
-def _text(content: object, where: str) -> str:
-    """Return a text, or the joined text of parts. Raises ValueError for other parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts: Sequence[Any] = content if isinstance(content, list) else [content]
-    if not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in parts):
-        raise ValueError(f"{where}: only text is served")
-    return "".join(each["text"] for each in parts)
 
 
 def _choice(choice: Any) -> Any:

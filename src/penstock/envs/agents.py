@@ -1,12 +1,12 @@
-"""Agents: programs with their own loop that play an episode through an unchanged OpenAI client.
+"""Agents: programs with their own loop that play an episode through a client of an OpenAI or Anthropic API.
 
 A gateway gives each agent its own endpoint. The agent's requests there become the turns of its episode: prompts are
 what the agent sent, answers are the tokens that the policy sampled. For the part of the history that the gateway has
 already answered, the recorded tokens are used, never a new tokenisation of their text.
 
-The turns form a tree. A request continues the turn whose context its prompt begins with, the longest one. A request
-that repeats no recorded conversation, because the agent begins another one, compacts its history or changes what was
-said, begins a new branch with all its tokens.
+The turns form a tree. If a prompt begins with the whole context of a turn, the request continues this turn; if it does
+so for several turns, the one with the longest context. Other requests begin a new branch. This happens when the agent
+begins another conversation, compacts its history, or changes what was said.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """A tokenizer decodes an incomplete character to this."""
 
 MOST_HEALED = 4
-"""Most branches, the latest ones, with whose text a prompt is compared."""
-ENDS_AT_ONCE = 256
-"""Tokens of an answer whose ends are looked for at once."""
+"""Number of latest branches that are compared with a prompt by their text."""
+END_S = 300.0
+"""Limit of the search for stop strings in an answer."""
 MOST_REFUSALS = 64
 """Most messages of refused requests that are kept."""
 MAX_REFUSAL_CHARS = 500
@@ -63,9 +63,6 @@ class Over(RuntimeError):
         super().__init__(message)
 
 
-Ends = Callable[[Sequence[int]], bool]
-
-
 class NothingAsked(ValueError):
     """A request repeats a recorded conversation, and adds nothing to it."""
 
@@ -81,7 +78,7 @@ class Asked(NamedTuple):
     settings: Mapping[str, Any]
     """How the template renders them: the offered `tools`, and its own keywords."""
     must_call: str | None = None
-    """Tool that the answer calls, empty for any, None if it may call none."""
+    """Name of the tool that the answer must call; empty for any tool; None if it need not call one."""
 
 
 class Said(NamedTuple):
@@ -135,7 +132,7 @@ class Conversation:
         """Return the tokens of a conversation, up to the start of the assistant's next answer. Where the conversation
         repeats recorded messages, the recorded tokens are used. Raises `NothingAsked` if it adds nothing to them."""
         asked = _plain(messages)
-        said = next((each for each in self._said[::-1] if _repeats(asked, settings, each)), None)
+        said = self._repeated(asked, settings)
         if said is None:
             return self._chat.prompt(messages, must_call=must_call, **settings)
         known, context = len(said.messages), self._episode.context_after(said.turn)
@@ -146,6 +143,10 @@ class Conversation:
         added = self._chat.continuation(messages[known:], ended=ended, **settings)
         return self._chat.begun_call(context + added, must_call)
 
+    def _repeated(self, asked: Sequence[Message], settings: Mapping[str, Any]) -> Said | None:
+        """Return the longest recorded conversation with which a request begins, of equally long ones the latest."""
+        return next((each for each in self._said[::-1] if _repeats(asked, settings, each)), None)
+
     def _has_drifted(self, said: Said, answer: Message) -> bool:
         """Return whether a recorded answer, as the agent sends it back, tokenises differently from its tokens."""
         token_ids = self._episode.turns[said.turn].token_ids
@@ -154,9 +155,10 @@ class Conversation:
         shown = self._chat.encode_answer(answer.get("content") or "")
         return shown != [token for token in token_ids if token not in self._chat.eos_ids]
 
-    def _healed(self, prompt_ids: list[int]) -> tuple[int, list[int]] | None:
-        """Return the turn with whose text the prompt's text begins, among the ends of the latest branches, and its
-        context with the new tokens of the prompt. None if there is no such turn, or if the prompt adds nothing."""
+    def _healed(self, prompt_ids: list[int]) -> tuple[int, int, list[int]] | None:
+        """Find a branch whose text the prompt repeats in other tokens. Return its last turn, the length of its context,
+        and the prompt with the recorded tokens. None if there is no such branch, or if the prompt adds nothing to it.
+        """
         ends = [index for index in range(len(self._episode.turns)) if index not in self._continued]
         text, marks = self._chat.decode(prompt_ids, skip_special=False), self._control_tokens(prompt_ids)
         for index in reversed(ends[-MOST_HEALED:]):
@@ -165,9 +167,9 @@ class Conversation:
             if not text.startswith(known) or len(text) == len(known):
                 continue
             own = self._control_tokens(context)
-            if marks[: len(own)] == own:  # otherwise the prompt only spells the marks of turns
+            if marks[: len(own)] == own:  # otherwise the prompt spells control tokens, and has other ones
                 self._episode.num_drifts += 1
-                return index, context + self._tokens_after(known, prompt_ids)
+                return index, len(context), context + self._tokens_after(known, prompt_ids)
         return None
 
     def _control_tokens(self, token_ids: Sequence[int]) -> list[int]:
@@ -194,14 +196,15 @@ class Conversation:
         max_tokens: int,
         asked: Asked | None = None,
         *,
-        ends: Ends | None = None,
+        end_in: Callable[[Sequence[int]], int | None] | None = None,
         shown: Callable[[Segment], str] | None = None,
     ) -> Segment:
         """Generate one turn and return its segments joined into one.
 
-        `asked`: the request behind `prompt_ids`, if `prompt` made them. `ends`: whether an answer ends with its tokens
-        so far; what the policy sampled after them is dropped. `shown`: the text of an answer as the agent reads it.
-        Raises `NothingAsked` if the prompt ends with a recorded answer, and `Over` when no turn or token is left.
+        `asked`: the request behind `prompt_ids`, if `prompt` made them. `end_in` returns the number of tokens after
+        which the agent wants an answer to end; tokens after them are dropped. It may take seconds. `shown` returns the
+        text of an answer as the agent reads it. Raises `NothingAsked` if the prompt ends with a recorded answer, and
+        `Over` when no turn or token is left.
         """
         given_ids = prompt_ids
         async with holding(self._turn, TURN_S, waiter=self.name, resource="its turn", holder="its other request"):
@@ -211,8 +214,7 @@ class Conversation:
             if known == len(prompt_ids):
                 raise NothingAsked("the prompt ends with the policy's own answer: add something to it")
             if self._continued.get(parent) and (healed := self._healed(prompt_ids)):
-                parent, prompt_ids = healed
-                known = len(episode.context_after(parent))
+                parent, known, prompt_ids = healed
             limit = min(episode.turn_budget, self.max_context - len(prompt_ids))
             if len(episode.turns) >= (max_turns := episode.settings.max_turns):
                 raise self._end("max_turns", f"the episode has used its {max_turns} turns (env.max_turns)")
@@ -227,12 +229,15 @@ class Conversation:
             try:
                 first = await self._generate(episode, False)
                 finished = await episode.complete(first, lambda: self._generate(episode, True))
+                if end_in is not None:
+                    async with deadline(END_S, waiter=self.name, resource="the end of its answer", holder="its text"):
+                        length = await asyncio.to_thread(end_in, episode.turns[-1].token_ids)
+                    if length is not None:
+                        episode.cut_turn(length)
+                        finished = True
             except BaseException:
                 episode.forget_turn()
                 raise
-            if ends is not None and (length := await _end(episode.turns[-1].token_ids, ends)):
-                episode.cut_turn(length)
-                finished = True
             self.cut = not finished
             self.stop_reason = "max_length" if self.cut else "terminated"
             answer = Segment.joined(episode.turns[-1].segments, "stop" if finished else "length")
@@ -242,9 +247,8 @@ class Conversation:
             if asked is not None:
                 message = self._message(given_ids, answer.token_ids, asked)
                 plain = _plain(asked.messages)
-                # What an earlier request said is kept once, however often the client sends it.
-                earlier = next((each for each in self._said[::-1] if _repeats(plain, asked.settings, each)), None)
-                shared = () if earlier is None else earlier.messages
+                earlier = self._repeated(plain, asked.settings)
+                shared = () if earlier is None else earlier.messages  # kept once, however often the client sends them
                 said = Said(turn, [*shared, *plain[len(shared) :], message], asked.settings)
                 insort(self._said, said, key=lambda each: len(each.messages))
             return answer
@@ -317,19 +321,6 @@ def _matches(asked: Message, known: Message) -> bool:
     calls, known_calls = _calls(asked), _calls(known)
     is_said = asked.get("role") == "assistant" and asked["content"].strip() == known["content"].strip()
     return is_said and bool(calls) == bool(known_calls) and calls == known_calls[: len(calls)]
-
-
-async def _end(token_ids: Sequence[int], ends: Ends) -> int | None:
-    """Return the number of tokens after which an answer ends; None if it does not end among them. `ends` may take
-    seconds for a long answer, so other episodes have their turn meanwhile."""
-    so_far: list[int] = []
-    for number, token in enumerate(token_ids, 1):
-        so_far.append(token)
-        if ends(so_far):
-            return number
-        if number % ENDS_AT_ONCE == 0:
-            await asyncio.sleep(0)
-    return None
 
 
 def _calls(answer: Message) -> list[tuple[Any, Any]]:

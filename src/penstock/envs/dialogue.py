@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -16,11 +16,27 @@ from penstock.sendable import encodable
 Message = Mapping[str, Any]
 METRICS = "metrics"
 """Key of the metrics in an environment's `info`."""
-METRIC_KINDS: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "sum": sum, "max": max}
+METRIC_KINDS = ("mean", "sum", "max")
 
 
 class EpisodeFailure(RuntimeError):
     """An episode cannot continue. The message becomes the `error` of its trajectory."""
+
+
+@dataclass(slots=True)
+class Metric:
+    """A metric of an episode: what its steps gave so far."""
+
+    count: int = 0
+    total: float = 0.0
+    most: float = -math.inf
+
+    def add(self, value: float) -> None:
+        self.count, self.total, self.most = self.count + 1, self.total + value, max(self.most, value)
+
+    def value(self, kind: str) -> float:
+        """Return the value of the episode; `kind` is one of `METRIC_KINDS`."""
+        return {"mean": self.total / self.count, "sum": self.total, "max": self.most}[kind]
 
 
 class PromptTooLong(EpisodeFailure):

@@ -19,7 +19,7 @@ import msgspec
 from penstock.config import ConfigError, EnvironmentConfig
 from penstock.deadline import deadline
 from penstock.envs.calls import EpisodeEnvironment
-from penstock.envs.dialogue import METRIC_KINDS, METRICS, EpisodeFailure, Message, PromptTooLong
+from penstock.envs.dialogue import METRICS, EpisodeFailure, Message, Metric, PromptTooLong
 from penstock.envs.rewards.reward import check_number
 from penstock.envs.rewards.scorer import Scorer
 from penstock.envs.worker_calls import MAX_INFO_MEMORY, memory_of, plain
@@ -43,8 +43,6 @@ MAX_INFO_BYTES_OF_ALL = 1 << 18
 """Limit of an episode's whole `info`: the summaries of a group travel in one message."""
 MOST_INFO = 256
 """Most keys of an episode's `info` that are kept."""
-MOST_METRIC_VALUES = 65_536
-"""Most values of a metric of an episode. Later ones are left out."""
 LONGEST_SEPARATOR = 64
 """Maximum number of characters between two messages of a repeated conversation: line breaks, speaker names, turn
 markers."""
@@ -104,9 +102,9 @@ class Episode:
     """Keys of the environment's `info` to keep. None: all."""
     info: dict[str, Any] = field(default_factory=dict)
     _info_sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Memory and encoded bytes of each value of `info`."""
-    metrics: dict[str, list[float]] = field(default_factory=dict)
-    """Values that the environment gave in `info["metrics"]`, by name."""
+    """Memory and encoded bytes of each value of `info` that was not left out."""
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    """What the environment gave in `info["metrics"]`, by name."""
     ended: bool = False
     """Whether the episode has ended: completed, failed or aborted."""
     _whole: SegmentPolicy = field(init=False)
@@ -258,26 +256,27 @@ class Episode:
                 number = check_number(f"info['metrics'][{name!r}]", value)
             except ValueError as error:
                 raise EpisodeFailure(str(error)) from None
-            if len(values := self.metrics.setdefault(sendable(name), [])) < MOST_METRIC_VALUES:
-                values.append(number)
+            self.metrics.setdefault(sendable(name), Metric()).add(number)
         if len(self.metrics) > MOST_METRICS:
             raise EpisodeFailure(f"info['metrics'] has had {len(self.metrics)} names, more than {MOST_METRICS}")
 
     def _measured(self) -> dict[str, float]:
         kinds = self.environment.style.metric_kinds if self.environment is not None else {}
-        return {name: METRIC_KINDS[kinds.get(name, "mean")](values) for name, values in self.metrics.items()}
+        return {name: metric.value(kinds.get(name, "mean")) for name, metric in self.metrics.items()}
 
     def _keep(self, name: str, value: Any) -> None:
         """Keep a value of `info`, or a text instead if the episode's summary would become too large."""
+        self._info_sizes.pop(name, None)
         memory, size = memory_of(value), len(msgspec.msgpack.encode(value)) + len(name)
-        others = [each for key, each in self._info_sizes.items() if key != name]
-        all_memory, all_size = memory + sum(each[0] for each in others), size + sum(each[1] for each in others)
+        all_memory = memory + sum(each[0] for each in self._info_sizes.values())
+        all_size = size + sum(each[1] for each in self._info_sizes.values())
         if all_memory > MAX_INFO_MEMORY:
             value = "left out: the info of the episode holds too many values"
         elif all_size > MAX_INFO_BYTES_OF_ALL:
             value = f"left out: the info of the episode has {all_size} bytes"
+        else:
+            self._info_sizes[name] = memory, size
         self.info[name] = value
-        self._info_sizes[name] = (memory, size) if all_memory <= MAX_INFO_MEMORY else (0, 0)
 
     def fail(self, error: Exception) -> None:
         if not self.ended:

@@ -104,8 +104,9 @@ class EnvManager:
 
     def counts(self) -> dict[str, float]:
         """Return counters since the start: `drifts`, the number of times that recorded tokens replaced repeated text of
-        answers; `branches` of episodes beside their first ones; `off_branch_tokens`, sampled on branches that
-        `env.formulation` does not train; `refused_requests` of agents; and the counters of the scorers."""
+        answers; `branches`, the number of branches of episodes, without the first one of each; `off_branch_tokens`, the
+        number of sampled tokens that `env.formulation` does not train; `refused_requests` of agents; and the counters
+        of the scorers."""
         own: dict[str, float] = {
             "drifts": self._num_drifts,
             "branches": self._num_branches,
@@ -372,7 +373,7 @@ class EnvManager:
         return None
 
     def _open_turn(self, episode: Episode, observation_ids: list[int]) -> None:
-        """Open a turn whose answer fits into the context."""
+        """Open a turn, and limit its answer to the room that the context has left."""
         episode.limit_turn(self._max_context - len(episode.context) - len(observation_ids))
         episode.open_turn(observation_ids)
 

@@ -61,7 +61,7 @@ class Exchange:
         self.has_begun = False
         """Whether a lease has ever arrived, so that training has begun."""
         self.published = NO_VERSION
-        """Newest policy_version that leases have told of."""
+        """Newest policy_version in the work so far."""
         self.counts: Counter[str] = Counter()
         """Number of groups by outcome: `offered`, `refused`, `taken`, `stale`, and counts that the caller adds."""
 

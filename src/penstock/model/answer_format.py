@@ -87,7 +87,7 @@ class ToolFormat:
     begins: str
     """Text with which a call of any tool begins."""
     begins_named: str = ""
-    """Text with which a call of the tool `NAME` begins. Empty if models of the family differ."""
+    """Text with which a call of the tool `NAME` begins. Empty if the models of the family use several forms."""
     read: ReadCalls
 
     def before_calls(self, text: str) -> str:
@@ -128,13 +128,12 @@ class AnswerFormat:
         return self.reasons and decode(prompt_ids[-LAST_TOKENS:], skip_special=False).rstrip().endswith(THINK)
 
     def beginning(self, tool: str) -> str:
-        """Return the text with which an answer begins that calls a tool: this one, or any if `tool` is empty. Raises
-        ValueError if that is not known."""
-        if self.tools is None or (tool and not self.tools.begins_named):
-            whose = f"the format {self.tools.name}" if self.tools else "this model's chat template"
-            raise ValueError(
-                f"`tool_choice`: how a call begins is not known for {whose}: only `auto` and `none` are served"
-            )
+        """Return the text with which a call of `tool` begins; if `tool` is empty, a call of any tool. Raises ValueError
+        if the format of the model does not allow it."""
+        if self.tools is None:
+            raise ValueError("`tool_choice`: the chat template has no tools, so only `auto` and `none` are served")
+        if tool and not self.tools.begins_named:
+            raise ValueError(f"`tool_choice`: a named tool is not served in the format {self.tools.name}")
         if not tool:
             return self.tools.begins
         if not PLAIN_NAME.fullmatch(tool):

@@ -85,8 +85,11 @@ class ChatTokenizer:
         return self.begun_call(self._encode(*self._render(messages, settings)), must_call)
 
     def begun_call(self, prompt_ids: list[int], tool: str | None) -> list[int]:
-        """Return a prompt with the beginning of the answer's call: of this tool, of any if `tool` is empty, none if it
-        is None. A thought that the prompt has begun ends before it. Raises ValueError if that is not known."""
+        """Return the prompt, followed by the beginning of a tool call.
+
+        `tool` is the name of the tool, or empty for any tool. With None, the prompt stays as it is. If the prompt ends
+        with `<think>`, the thought ends before the call. Raises ValueError if the model's format does not allow it.
+        """
         if tool is None:
             return prompt_ids
         ended = THOUGHT_ENDS if self.answers.is_thinking(prompt_ids, self.decode) else ""

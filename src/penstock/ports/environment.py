@@ -60,7 +60,8 @@ class Environment(Protocol):
     """An environment for one episode, with the interface of Gymnasium and GEM. Methods may also be `async`.
 
     It may declare `system`, a text that stands before the first observation, and `tools`, as the OpenAI API has them,
-    which the chat template shows. With tools its actions are `Action`s.
+    which the chat template shows. With tools its actions are `Action`s. `info["metrics"]` may map names to numbers;
+    `metric_kinds` may name those whose values are to be added (`sum`) or whose largest counts (`max`).
     """
 
     def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
@@ -75,7 +76,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Address of the policy for an agent's OpenAI client: `OpenAI(base_url=..., api_key=...)`.
+    """Address of the policy for an agent's client: `OpenAI(base_url=..., api_key=...)`, or `Anthropic(...)` likewise.
 
     `base_url` alone identifies the episode, and so does `api_key`. So several episodes may share one of them.
     """

@@ -55,7 +55,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Number of simulated runs."""
     cpu_s: float = 0.0
     left_out: Sequence[str] = ()
-    """Settings that the search did not come to."""
+    """Settings that the search did not reach."""
     was_cut: bool = False
     """Whether the search ended because its processor time was used up."""
     was_postponed: bool = False

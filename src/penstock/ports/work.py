@@ -68,7 +68,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Partial rollouts of members that another worker began or ended. These members continue instead of starting
     over."""
     policy_version: int = NO_VERSION
-    """Version that the learner had trained when the work was made. No server has a newer one yet."""
+    """Newest version of the learner when this work was made. Servers may have this version, and no newer one."""
     keep_text: bool = False
     """Whether summaries include the decoded last action (for evaluation samples)."""
 

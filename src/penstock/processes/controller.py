@@ -334,7 +334,7 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
                 start(beside, dump.run())
             await PIPELINES[config.pipeline](system)
             workers.close()
-            for task in returning.values():  # nobody needs a server any more
+            for task in returning.values():  # the run needs no more servers
                 if task is not None:
                     task.cancel()
     finally:
@@ -364,8 +364,9 @@ async def bring_back(
     """Bring a restarted rollout server back: tell all workers its URL, and load the weights that the other servers
     serve.
 
-    If that fails, try again after `BRING_UP_AGAIN_S`, twice as long after each failure, as long as the server is a
-    member of the run. No server gets weights meanwhile, and an attempt may take minutes. The first reason is recorded.
+    If that fails, try again after `BRING_UP_AGAIN_S`, as long as the server is a member of the run. The wait doubles
+    after each failure, because an attempt may take minutes, and no other server gets weights during it. Only the first
+    failure is recorded.
     """
     servers.set_urls(controller.server_urls)
     workers.tell(controller.env_workers, messages.ServersChanged(server_urls=controller.server_urls))

@@ -260,8 +260,8 @@ def environment(config: Config, number: int) -> dict[str, str]:
 
 
 def is_running(child: Child) -> bool:
-    """Return whether all processes of the run have started before, so this one takes the place of one that ended. A
-    server that does not answer then is lost, as for its clients, which need no new start of this process."""
+    """Return whether the run has already been running, so that this process replaces one that ended. If its server does
+    not answer, the clients of the server know this already, and notice themselves when it answers again."""
     return (read_state(child.run_dir) or {}).get("status") == RunState.RUNNING
 
 

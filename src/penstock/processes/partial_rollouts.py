@@ -57,7 +57,7 @@ class PartialRollouts:
         """Save the new segments of a member that was cut. Return None if there are none, or if cut members are not
         saved."""
         if so_far.turns[-1].parent is not None:
-            return None  # an agent's turn: its program cannot continue elsewhere
+            return None  # it is a turn of an agent, which cannot continue in another process
         member, num_segments = so_far.episode.episode, len(so_far.turns[-1].segments)
         num_saved = group.num_saved.get(member, 0)
         if not group.saves_cut or num_segments == num_saved:
@@ -123,8 +123,8 @@ class PartialRollouts:
         return Recalled(work=_without(work, ended), begun=begun, ended=ended)
 
     def _read(self, refs: Sequence[PayloadRef]) -> list[Sample]:
-        """Return the branches of an episode that ended, or the sample made of the last pieces, from the last piece that
-        begins the episode on. Raises `PayloadError`."""
+        """Return the branches of an episode that ended. For a cut episode, return one sample, joined from the pieces
+        since the last one that begins the episode. Raises `PayloadError`."""
         pieces: list[Sample] = []
         for ref in reversed(refs):
             samples = self._pool.payloads.read(ref)

@@ -19,7 +19,8 @@ ANSWERER = f"{SearchAnswerer.__module__}:{SearchAnswerer.__name__}"
 START_CPU_S, LEAST_CPU_S = 0.6, 0.5
 """Processor time that the start of the child is charged with, and the least that a search must be allowed."""
 ENOUGH = 8
-"""Simulated runs from which on a search that was cut short has not wasted its time: the next one may be as short."""
+"""After at least so many simulated runs, a search that was cut short was long enough: the next one gets the same time.
+"""
 MAX_CPU_S = 120.0
 """Bound on the processor time of one search."""
 SLOWER = 60.0

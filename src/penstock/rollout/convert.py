@@ -14,7 +14,7 @@ import msgspec
 from penstock.rollout import bodies
 from penstock.rollout.generator import Increment
 from penstock.rollout.prompt_text import MAX_BATCH
-from penstock.rollout.request import GenerateRequest, SamplingParams
+from penstock.rollout.request import MAX_STOP_LENGTH, GenerateRequest, SamplingParams
 from penstock.rollout.text import GrowingText, Stops, Tokenizer
 from penstock.samples import Segment, VersionSpan, add_spans
 from penstock.seeding import stable_seed
@@ -26,7 +26,7 @@ MAX_REPEATED_TOKENS = 2**20
 sample that echoes or scores them, and new tokens with their top log-probabilities."""
 MAX_RID = 256
 """Maximum length of a request id."""
-MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 256
+MAX_STOP_STRINGS = 16
 
 PER_PROMPT = ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num")
 """Fields that may be a list with one value per prompt of a batch."""

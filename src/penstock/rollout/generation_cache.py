@@ -63,19 +63,19 @@ class GenerationCache:
             self._num_tokens -= sum(len(each.token_ids) for each in forgotten)
 
     def answers(self, tokens: Prefixes, length: int) -> Sequence[CachedAnswer]:
-        """Return the answers to the prompt that the first `length` tokens are, the latest first."""
+        """Return the answers to the prompt that consists of the first `length` tokens, the latest answer first."""
         return self._answers.get(tokens.key(length), [])[::-1]
 
 
 class Prefixes:
-    """Tokens whose prefixes are looked up, each at least as long as the one before. All together cost one pass."""
+    """Digests of the prefixes of some tokens. Ask for short prefixes first: then all of them cost one pass."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._ids = np.asarray(token_ids, dtype=np.int64)
         self._hash, self._length = hashlib.blake2b(digest_size=16), 0
 
     def key(self, length: int) -> bytes:
-        """Return the digest of the first `length` tokens."""
+        """Return the digest of the first `length` tokens. `length` must not be below that of the call before."""
         assert length >= self._length
         self._hash.update(self._ids[self._length : length].tobytes())
         self._length = length

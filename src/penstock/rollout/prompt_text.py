@@ -26,8 +26,8 @@ class PromptText:
     """Makes the tokens of prompts. Refuses text that is too long for the context before it is tokenised."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_context: int, renders_inline: bool = False) -> None:
-        """`renders_inline`: short conversations need no thread either, because the caller trusts the template: an
-        environment worker renders observations with it."""
+        """`renders_inline`: short conversations need no thread either. An environment worker sets this, because it
+        renders observations with the same template on its event loop."""
         self._tokenizer, self._renders_inline = tokenizer, renders_inline
         self._max_characters = max_context * tokenizer.longest_token
         of_tokens = f"{max_context} tokens of at most {tokenizer.longest_token} characters"

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 from penstock.deadline import Stalled, deadline
 from penstock.ports.environment import PolicyClient
-from penstock.rollout.convert import MAX_STOP_LENGTH
 from penstock.rollout.generation_cache import GenerationCache
 from penstock.rollout.generator import AnswersOnly, Increment, OnTokens
 from penstock.rollout.http import Refused
@@ -26,8 +25,6 @@ PAUSE_S = 0.25
 """Pause before an answer that was aborted without tokens is requested again."""
 CUT_S = 300.0
 UNAVAILABLE = 503
-LATEST_TOKENS = 4 * MAX_STOP_LENGTH + 4
-"""Number of tokens that can hold a whole stop string (see `Stops.end`)."""
 SUPPORTED = ("temperature", "top_p", "top_k", "stop_token_ids")
 """Supported sampling parameters. The proxy passes them to the servers, or cuts the answer at the stop tokens."""
 
@@ -105,7 +102,8 @@ class RecordingProxy(AnswersOnly):
         whole = Segment.joined(parts, "stop" if parts[-1].finish_reason == "stop" else "length")
         # In a thread: a long answer takes seconds, and other answers may be as long.
         async with deadline(CUT_S, waiter="a recorded answer", resource="its end", holder="its text"):
-            return await asyncio.to_thread(_cut_at_stop, request, whole)
+            length = await asyncio.to_thread(request.end_in, whole.token_ids)
+        return whole if length is None else whole.cut(length, "stop")
 
     async def _sample(
         self, prompt_ids: Sequence[int], limits: Sequence[int], sampling: Sampling, seeds: Sequence[int]
@@ -127,8 +125,8 @@ class ServedVersions:
         return self._changes[-1][1] if self._changes else NO_VERSION
 
     def note(self, segments: Sequence[Segment], *, published: int, now: float) -> None:
-        """Note the newest policy_version of segments that were just sampled. Versions above `published`, the newest one
-        that the controller has told of, are ignored: a server may claim what it likes."""
+        """Note the newest policy_version of segments that were just sampled. `published` is the newest version that the
+        controller has named. Versions above it are ignored, because a server may claim any number."""
         versions = [span.policy_version for each in segments for span in each.spans]
         version = max((each for each in versions if each <= published), default=NO_VERSION)
         if version > self.newest:
@@ -138,16 +136,3 @@ class ServedVersions:
         """Return the oldest policy_version that may have been served after time `then`."""
         before = [version for time, version in self._changes if time <= then]
         return before[-1] if before else self._changes[0][1] if self._changes else NO_VERSION
-
-
-def _cut_at_stop(request: GenerateRequest, segment: Segment) -> Segment:
-    """Return the segment up to the caller's first stop token or stop string."""
-    stops, ends = request.params.stop_token_ids, request.ends
-    if not stops and ends is None:
-        return segment
-    ids = segment.token_ids
-    for length in range(1, len(ids) + 1):
-        latest = ids[max(length - LATEST_TOKENS, 0) : length]
-        if latest[-1] in stops or (ends is not None and ends(latest)):
-            return segment.cut(length, "stop")
-    return segment

@@ -8,6 +8,10 @@ from math import inf
 
 from penstock.samples import Segment
 
+MAX_STOP_LENGTH = 256
+"""Most characters of a stop string."""
+LATEST_TOKENS = 4 * MAX_STOP_LENGTH + 4
+"""Number of tokens that can hold a whole stop string (see `Stops.end`)."""
 MAX_STOP_TOKENS = 256
 """Maximum stop tokens per request: far above any tokenizer's set, low enough not to slow a decode step."""
 MAX_BIASED_TOKENS = 1024
@@ -99,6 +103,22 @@ class GenerateRequest:
     calls it after every token."""
     shown: Callable[[Segment], str] | None = None
     """Function that returns the text of a sample as its client reads it, without what ended it."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether stop tokens or stop strings end a sample, beside the model's own tokens."""
+        return bool(self.params.stop_token_ids) or self.ends is not None
+
+    def end_in(self, token_ids: Sequence[int]) -> int | None:
+        """Return the number of tokens up to the first stop token or stop string, this included; None if there is none.
+
+        It takes seconds for a long text with many stop strings.
+        """
+        for length in range(1, len(token_ids) + 1 if self.stops else 1):
+            latest = token_ids[max(length - LATEST_TOKENS, 0) : length]
+            if latest[-1] in self.params.stop_token_ids or (self.ends is not None and self.ends(latest)):
+                return length
+        return None
 
     def check(self, *, vocab_size: int, max_context: int) -> None:
         """Raise ValueError unless a model of these dimensions can serve the request."""

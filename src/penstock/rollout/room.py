@@ -1,4 +1,4 @@
-"""The room that a server has for keys and values: how many answers of which length it can generate at once."""
+"""How many answers, and of which length, a server can generate at once: the memory for keys and values."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from penstock.model.load_policy import resolve_device, resolve_dtype
 SHARE = 0.5
 """Share of the free memory that keys and values may take. The rest is for the weights, and for computing."""
 FEW = 8
-"""Slots below which the context becomes shorter instead."""
+"""Number of slots that a server keeps if possible. To keep them, its context becomes shorter."""
 
 
 def fitting(config: Config, model: Path, *, fixed: Collection[str]) -> tuple[Config, str]:
-    """Return settings whose slots fit into the free memory, and a sentence about what became smaller for it.
+    """Return settings whose slots fit into the free memory, and a sentence that names them if they were reduced.
 
     Each slot has room for the whole context. The settings named in `fixed` stay as they are.
     """

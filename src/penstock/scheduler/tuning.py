@@ -137,7 +137,7 @@ class Tuning:
         self._searched: Profile | None = None
         self._is_searching = self._said_nothing = False
         self._untried: Sequence[str] = ()
-        """Settings that searches that were cut short have not come to. The next one begins with them."""
+        """Settings that the latest searches did not reach. The next search begins with them."""
         self._again = self._why = ""
         """Why to search again soon, empty if there is no reason; and why the latest search began."""
         self.state = State()
@@ -261,7 +261,7 @@ class Tuning:
             return None
         self._untried = [name for name in self._untried or self._movable if name in answer.left_out]
         if self._untried:
-            self._again = f"the last search did not come to {', '.join(self._untried)}"
+            self._again = f"the last search did not reach {', '.join(self._untried)}"
         if not answer.changes:
             if self._said_nothing:
                 return None

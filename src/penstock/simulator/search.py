@@ -178,7 +178,7 @@ class Search:
         best = max(tried, key=lambda each: self._trusted_gain(each, now), default=now)
         helpful = sorted((each for each in tried if each.speed > USEFUL * now.speed), key=lambda each: -each.speed)
         for other in helpful[:MAX_COMBINED]:
-            if self._is_over or set(other.changes) <= set(best.changes):
+            if self._runs_out() or set(other.changes) <= set(best.changes):
                 continue
             both = self._allowed({**other.changes, **best.changes}, now, seed)
             if both is not None and self._trusted_gain(both, now) > USEFUL * self._trusted_gain(best, now):
@@ -213,9 +213,8 @@ class Search:
     def _nothing(self, reason: str) -> Answer:
         return Answer(reason=f"{reason}: {self.num_simulated} simulated runs")
 
-    @property
-    def _is_over(self) -> bool:
-        """Return whether only the time for the check of the best candidate is left."""
+    def _runs_out(self) -> bool:
+        """Return, and remember, whether only the time for the check of the best candidate is left."""
         self._was_cut = self._was_cut or self.clock() - self._began + self._checks_s >= self.max_cpu_s
         return self._was_cut
 
@@ -227,7 +226,7 @@ class Search:
     def _single(self, name: str, now: Candidate, seed: int) -> Iterator[Candidate]:
         """Simulate each other value of one setting."""
         for value in self._values(name):
-            if self._is_over:
+            if self._runs_out():
                 return
             found = self._allowed({name: value}, now, seed)
             if found is not None:
@@ -273,7 +272,7 @@ class Search:
 
     def _allowed(self, changes: dict[str, Any], now: Candidate, seed: int) -> Candidate | None:
         """Simulate changes. Return None if they have been rejected, or would train other samples than the run may."""
-        if any(dict(each).items() <= changes.items() for each in self.rejected) or self._is_over:
+        if any(dict(each).items() <= changes.items() for each in self.rejected) or self._runs_out():
             return None
         try:
             found = self._simulate(changes, seed, spare_s=self._checks_s)
@@ -293,7 +292,7 @@ class Search:
     def _fresher(self, best: Candidate, now: Candidate, seed: int) -> Candidate:
         """Return `best`, or the lowest staleness bound with nearly its speed."""
         bound, least = with_settings(self.config, best.changes).scheduler.max_staleness, FRESH * best.speed
-        while "max_staleness" in self.movable and bound > 1 and not self._is_over:
+        while "max_staleness" in self.movable and bound > 1 and not self._runs_out():
             bound -= 1
             fresher = self._allowed({**best.changes, "max_staleness": bound}, now, seed)
             if fresher is None or fresher.speed < least:
