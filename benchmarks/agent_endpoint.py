@@ -225,13 +225,14 @@ async def play_and_watch(
         bus.close()
         await desk_runner.cleanup()
     await engine_runner.cleanup()
+    num_answered = desk.num_asked - len(desk.lost)
     for reason in sorted(set(desk.lost))[:3]:
         print(f"lost: {reason}")
     return {
         "overhead_ms_per_request": 1000 * cpu_s / sent,
         "requests_per_s": sent / seconds,
         "lost_requests": len(desk.lost),
-        "doubled_answers": engine.num_samples - desk.num_asked + len(desk.heard) - len(set(desk.heard)),
+        "doubled_answers": engine.num_samples - num_answered + len(desk.heard) - len(set(desk.heard)),
     }
 
 
