@@ -97,7 +97,7 @@ def make_batch(setting: Setting, median_tokens: float, sigma: float) -> Batch:
                     versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
                 )
             )
-    return prepare(samples, normalize=True)[0]
+    return prepare(samples)[0]
 
 
 def plain_step(

@@ -144,7 +144,7 @@ class Stage:
 
     def step(self, samples: Sequence[Sample]) -> None:
         """Train on these samples, without groups in which all rewards are equal."""
-        batch, _ = prepare(list(differing(samples)) or samples, normalize=self.config.trainer.normalize_advantages)
+        batch, _ = prepare(list(differing(samples)) or samples, settings=self.config.trainer.advantages)
         self.learner.accumulate(batch)
         self._states.append(dict(self.learner.step().metrics))
 

@@ -12,8 +12,8 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from penstock.samples import ROOT, Sample, Segment, Trajectory, Turn, VersionSpan, path_to
-from penstock.types import EpisodeId, FinishReason
+from penstock.samples import ROOT, Credit, Sample, Segment, TrainedTurn, Trajectory, Turn, VersionSpan, parent_of, path_to
+from penstock.types import NO_VERSION, EpisodeId, FinishReason
 
 token_ids = st.integers(0, 2**31 - 1)
 logprobs = st.floats(-50, 0, width=32)
@@ -74,10 +74,10 @@ def part(sample: Sample, start: int, end: int) -> Sample:
     )
 
 
-@given(turns=st.lists(turns, max_size=4), cuts=st.lists(st.integers(0, 60), max_size=4))
-def test_joined_pieces_are_the_whole(turns: list[Turn], cuts: list[int]) -> None:
+@given(turn=turns, cuts=st.lists(st.integers(0, 60), max_size=4))
+def test_joined_pieces_are_the_whole(turn: Turn, cuts: list[int]) -> None:
     episode = EpisodeId("train", 7, 3, 1)
-    whole = Trajectory(episode=episode, task_id="t", turns=turns, reward=0.5, status="truncated").flatten()
+    whole = Trajectory(episode=episode, task_id="t", turns=[turn], reward=0.5, status="truncated").flatten()
     length = len(whole.token_ids)
     bounds = [0, *sorted(min(cut, length) for cut in cuts)]
     begun = replace(whole, reward=0.0, truncated=False)
@@ -105,7 +105,48 @@ def test_a_prompt_without_an_answer_is_one_open_turn() -> None:
     episode = EpisodeId("train", 0, 0, 0)
     turn = Turn(observation_ids=[1, 2], segments=[])
     whole = Trajectory(episode=episode, task_id="t", turns=[turn], reward=0.0, status="completed")
-    assert Trajectory.unflatten([whole.flatten()], episode=episode, task_id="t", ended=False).turns == [turn]
+    assert Trajectory.unflatten([whole.flatten()], episode=episode, task_id="t", ended=False).turns == [
+        replace(turn, state=turn.state_hash)
+    ]
+
+
+def test_a_turn_keeps_its_reward_its_state_and_what_is_trained_of_it() -> None:
+    """In its samples, and when they are read again. What the episode earned beyond its turns counts at the end."""
+    said = Segment(token_ids=[7, 8], logprobs=[-1.0, -2.0], spans=[VersionSpan(3, 0, 2)], finish_reason="stop")
+    turns = [
+        Turn(observation_ids=[1, 2], segments=[said], reward=0.25, state=99, trained=[False, True]),
+        Turn(observation_ids=[1, 2], segments=[said]),
+        Turn(observation_ids=[5], segments=[]),
+    ]
+    whole = Trajectory(episode=EpisodeId("train", 0, 0, 0), task_id="t", turns=turns, reward=1.0, status="completed")
+    (sample,) = whole.formulate("branches")
+    state = turns[1].state_hash
+    assert list(sample.turns[:2]) == [TrainedTurn(0, 2, 4, 0.25, 99), TrainedTurn(1, 6, 8, 0.75, state)]
+    assert sample.loss_mask.tolist() == [0, 0, 0, 1, 0, 0, 1, 1, 0]
+    assert (sample.logprobs[2], sample.versions[2]) == (0.0, NO_VERSION)
+    again = Trajectory.unflatten([sample], episode=whole.episode, task_id="t", ended=True)
+    assert again.turns[0].token_ids == [7, 8] and again.turns[0].trained == [False, True]
+    assert fields(again.flatten()) == fields(sample)
+
+
+def test_conversations_have_their_own_credit() -> None:
+    """The second one begins before the first one goes on."""
+    said = Segment(token_ids=[7, 8], logprobs=[-1.0, -2.0], spans=[VersionSpan(3, 0, 2)], finish_reason="stop")
+    turns = [Turn(observation_ids=[n], segments=[said], parent=parent) for n, parent in enumerate([ROOT, ROOT, 0])]
+    credits = [Credit(0.5, "pro"), Credit(-0.5, "con")]
+    episode = EpisodeId("train", 0, 0, 0)
+    whole = Trajectory(episode=episode, task_id="t", turns=turns, reward=1.0, status="completed", credits=credits)
+    assert whole.conversations() == [[0, 2], [1]]
+    second, first = whole.formulate("branches")
+    assert [(each.conversation, each.credit, each.reward) for each in (first, second)] == [
+        (0, credits[0], 1.0),
+        (1, credits[1], 1.0),
+    ]
+    assert [[turn.reward for turn in each.turns] for each in (first, second)] == [[0.0, 0.5], [-0.5]]
+    again = Trajectory.unflatten([second, first], episode=episode, task_id="t", ended=True)
+    assert (again.reward, list(again.credits)) == (1.0, credits)
+    assert [turn.parent for turn in again.turns] == [None, ROOT, 0]
+    assert [fields(each) for each in again.formulate("branches")] == [fields(each) for each in (second, first)]
 
 
 @st.composite
@@ -157,8 +198,9 @@ def test_whatever_the_tree_each_sampled_token_is_trained_at_most_once(whole: Tra
             trail = [tokens for path in whole.branches() if (tokens := context(whole, path))]
             given_ids = sample.token_ids.tolist()
             assert any(given_ids == tokens[: len(given_ids)] for tokens in trail) or not given_ids
-    assert fields(Sample.overlaid(whole.formulate("branches"))) == fields(whole.flatten())
-    assert fields(Sample.overlaid(whole.formulate("step"))) == fields(whole.flatten())
+    for formulation in ("branches", "step"):
+        overlaid = Sample.overlaid(whole.formulate(formulation))  # type: ignore[arg-type]
+        assert fields(replace(overlaid, turns=())) == fields(replace(whole.flatten(), turns=()))
 
 
 def context(whole: Trajectory, path: list[int]) -> list[int]:
@@ -168,6 +210,8 @@ def context(whole: Trajectory, path: list[int]) -> list[int]:
 @given(whole=trees())
 def test_saved_branches_come_back(whole: Trajectory) -> None:
     assume(all(turn.observation_ids for turn in whole.turns))  # a request adds something to what was said
+    parents = {parent_of(whole.turns, index) for index in range(len(whole.turns))} - {ROOT}
+    assume(all(whole.turns[parent].token_ids for parent in parents))  # and continues no empty answer
     saved = [sample for sample in whole.formulate("branches") if len(sample.token_ids)]
     again = Trajectory.unflatten(saved or whole.formulate("branches"), episode=whole.episode, task_id="t", ended=True)
     found = [fields(sample) for sample in again.formulate("branches")] if saved else []

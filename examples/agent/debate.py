@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from examples.agent.guesser import CLIENT
@@ -14,8 +15,8 @@ DEBATERS = 2
 
 
 class Debate:
-    """Which number is larger? The reward is the share of right last answers. `reset` and `step` ask the same of a
-    policy that answers alone, for the warm start."""
+    """Which number is larger? The reward is the share of right last answers, and each debater learns from its own.
+    `reset` and `step` ask the same of a policy that answers alone, for the warm start."""
 
     def __init__(self, task: Task) -> None:
         self._numbers = [0, 0]
@@ -52,3 +53,7 @@ class Debate:
             *(answer(question, mine, f"or {other}") for mine, other in zip(first, heard, strict=True))
         )
         return sum(text.strip() == self._right for text in last) / DEBATERS
+
+    def credit(self, reward: float, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[float]:
+        """Return the reward of each debater's conversation: whether its own last answer is right."""
+        return [float(messages[-1]["content"].strip() == self._right) for messages in conversations]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
 
 from penstock.types import (
     NO_VERSION,
@@ -101,15 +102,37 @@ class Turn:
     parent: int | None = None
     """Index of the turn whose context this turn continues, `ROOT` if it begins a new context. None: the turn before
     it."""
+    reward: float = 0.0
+    """What the environment gave for the action. What an episode has earned beyond the rewards of its turns counts at
+    its last action."""
+    state: int | None = None
+    """Hash of the environment's state, if it names one; None: of the observation."""
+    trained: list[bool] | None = None
+    """Whether each token of the action is trained; None: all are."""
 
     @property
     def token_ids(self) -> list[int]:
         """Return the tokens of the action."""
         return [token for segment in self.segments for token in segment.token_ids]
 
+    @property
+    def state_hash(self) -> int:
+        """Return a number that is equal for turns in equal states."""
+        if self.state is not None:
+            return self.state
+        return xxh3_64_intdigest(np.asarray(self.observation_ids, dtype=np.int32).tobytes())
+
+
+class Credit(NamedTuple):
+    """The reward of one conversation of an agent, in place of that of its episode."""
+
+    reward: float
+    role: str = ""
+    """The learner compares it with the conversations of the same role, in all episodes of the group."""
+
 
 def place_of(
-    token_ids: Sequence[int], turns: Sequence[Turn], continued: Mapping[int, Sequence[int]]
+    token_ids: Sequence[int], turns: Sequence[Turn] | Mapping[int, Turn], continued: Mapping[int, Sequence[int]]
 ) -> tuple[int, int]:
     """Return the turn with the longest context that these tokens begin with, and the length of this context.
     `continued`: the turns that continue a turn, by its index."""
@@ -130,7 +153,8 @@ class Trajectory:
     """The result of an episode. A failed episode has a trajectory too; its `error` says why it failed.
 
     The turns form a tree, because an agent may branch off or rewrite its history: then several turns continue the same
-    turn. A *branch* is a path from a first turn to a turn that no other turn continues.
+    turn. A *branch* is a path from a first turn to a turn that no other turn continues. A *conversation* is all turns
+    with the same first turn.
     """
 
     episode: EpisodeId
@@ -159,6 +183,8 @@ class Trajectory:
     user may look at them."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The environment's own metrics of the episode, by name."""
+    credits: Sequence[Credit] = ()
+    """One for each conversation, in the order in which they began; none if all have the reward of the episode."""
 
     @property
     def num_tokens(self) -> int:
@@ -169,6 +195,16 @@ class Trajectory:
         """Return the indexes of the turns of each branch. The last branch ends with the last turn."""
         inner = {parent_of(self.turns, index) for index in range(len(self.turns))}
         return [path_to(self.turns, last) for last in range(len(self.turns)) if last not in inner]
+
+    def conversations(self) -> list[list[int]]:
+        """Return the indexes of the turns of each conversation, in the order in which they began."""
+        found: dict[int, list[int]] = {}
+        first: list[int] = []
+        for index in range(len(self.turns)):
+            parent = parent_of(self.turns, index)
+            first.append(index if parent == ROOT else first[parent])
+            found.setdefault(first[index], []).append(index)
+        return list(found.values())
 
     def summary(self, *, text: str | None = None) -> EpisodeSummary:
         """Return the summary that the controller needs."""
@@ -201,54 +237,71 @@ class Trajectory:
     ) -> Self:
         """Return the trajectory of saved samples: the inverse of `formulate` by branches, without `stop_reason`,
         `info` and `metrics`."""
-        sample, turns, continued = samples[-1], list[Turn](), dict[int, list[int]]()
+        sample, turns, continued = samples[-1], dict[int, Turn](), dict[int, list[int]]()
+        numbers = {turn: number for number, turn in enumerate(sorted(each.turn for s in samples for each in s.turns))}
         for each in samples:
-            own = np.flatnonzero(each.loss_mask)
-            before = each.token_ids[: own[0]].tolist() if len(own) else each.token_ids.tolist()
-            parent, known = place_of(before, turns, continued) if turns else (None, 0)
-            for turn in _turns(each, parent, start=known):
-                turns.append(turn)
-                continued.setdefault(parent_of(turns, len(turns) - 1), []).append(len(turns) - 1)
+            before = each.token_ids[: each.turns[0].start].tolist() if each.turns else []
+            parent, seen = place_of(before, turns, continued)
+            for place in each.turns:
+                number = numbers[place.turn]
+                turns[number] = _turn(each, place, observed_from=seen, parent=None if parent == number - 1 else parent)
+                continued.setdefault(parent, []).append(number)
+                parent, seen = number, place.end
         status: TrajectoryStatus = "aborted" if not ended else "truncated" if sample.truncated else "completed"
-        if status == "completed" and turns and turns[-1].segments:
-            turns[-1].segments[-1] = replace(turns[-1].segments[-1], finish_reason="stop")
+        if status == "completed" and turns and (segments := turns[max(turns)].segments):
+            segments[-1] = replace(segments[-1], finish_reason="stop")
+        credits = {each.conversation: each.credit for each in samples if each.credit is not None}
         return cls(
             episode=episode,
             task_id=task_id,
-            turns=turns,
+            turns=[turns[index] for index in sorted(turns)],
             reward=sample.reward,
             status=status,
             env_seed=env_seed,
             temperature=sample.temperature,
+            credits=[credits[number] for number in sorted(credits)],
         )
 
     def formulate(self, formulation: Formulation) -> list[Sample]:
-        """Return the training samples of the episode. Each of them has the reward of the episode."""
+        """Return the training samples of the episode. Each of them has the reward of the episode, and the credit of its
+        conversation."""
         if not self.turns:
-            return [self._sample([], ())]  # so that its member has one
+            return [self._sample([], (), {})]  # so that its member has one
+        rewards = self._rewards_of_turns()
         match formulation:
             case "trajectory":
-                return [self.flatten()]
+                last = path_to(self.turns, len(self.turns) - 1)
+                return [self._sample(last, last, rewards)]
             case "step":
-                return [self._sample(path_to(self.turns, last), {last}) for last in range(len(self.turns))]
+                return [self._sample(path_to(self.turns, last), {last}, rewards) for last in range(len(self.turns))]
             case "branches":
                 branches, done, found = self.branches(), set[int](), []
                 for branch in branches:
-                    found.append(self._sample(branch, set(branch) - done))
+                    found.append(self._sample(branch, set(branch) - done, rewards))
                     done |= set(branch)
                 return found
 
     def flatten(self) -> Sample:
         """Return the last branch for training. The loss mask is 0 on observations and 1 on actions."""
-        last = path_to(self.turns, len(self.turns) - 1)
-        return self._sample(last, last)
+        (sample,) = self.formulate("trajectory")
+        return sample
 
-    def _sample(self, path: Sequence[int], trained: Collection[int]) -> Sample:
+    def _rewards_of_turns(self) -> dict[int, float]:
+        """Return the reward of each turn. Those of a conversation, or of the whole episode, add up to its reward."""
+        rewards = {index: turn.reward for index, turn in enumerate(self.turns)}
+        parts = zip(self.conversations(), self.credits, strict=True) if self.credits else [(list(rewards), self)]
+        for indexes, credited in parts:
+            acting = [index for index in indexes if self.turns[index].segments] or indexes
+            rewards[acting[-1]] += credited.reward - sum(rewards[index] for index in indexes)
+        return rewards
+
+    def _sample(self, path: Sequence[int], trained: Collection[int], rewards: Mapping[int, float]) -> Sample:
         """Return the token arrays of the turns `path`. Actions of other turns than `trained` count as observations."""
         tokens: list[int] = []
         mask: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        turns: list[TrainedTurn] = []
         for index in path:
             turn = self.turns[index]
             observed = turn.observation_ids if index in trained else turn.observation_ids + turn.token_ids
@@ -256,23 +309,50 @@ class Trajectory:
             mask += [0] * len(observed)
             logprobs += [0.0] * len(observed)
             versions += [NO_VERSION] * len(observed)
-            for segment in turn.segments if index in trained else ():
+            if index not in trained:
+                continue
+            start = len(tokens)
+            for segment in turn.segments:
                 tokens += segment.token_ids
                 mask += [1] * len(segment.token_ids)
                 logprobs += segment.logprobs
                 for span in segment.spans:
                     versions += [span.policy_version] * (span.end - span.start)
+            turns.append(TrainedTurn(index, start, len(tokens), rewards[index], turn.state_hash))
+            for place in () if turn.trained is None else np.flatnonzero(~np.asarray(turn.trained, dtype=np.bool_)):
+                mask[start + place], logprobs[start + place], versions[start + place] = 0, 0.0, NO_VERSION
+        conversation = self._conversation_of(path[0]) if path else 0
         return Sample(
             group=self.episode.group,
             episode=self.episode.episode,
             reward=self.reward,
             truncated=self.status == "truncated",
             temperature=self.temperature,
+            conversation=conversation,
+            credit=self.credits[conversation] if self.credits else None,
+            turns=turns,
             token_ids=np.asarray(tokens, dtype=np.int32),
             loss_mask=np.asarray(mask, dtype=np.uint8),
             logprobs=np.asarray(logprobs, dtype=np.float32),
             versions=np.asarray(versions, dtype=np.int32),
         )
+
+    def _conversation_of(self, first: int) -> int:
+        return sum(parent_of(self.turns, index) == ROOT for index in range(first))
+
+
+class TrainedTurn(NamedTuple):
+    """A turn whose action is trained in a sample."""
+
+    turn: int
+    """Its index in the episode, in the order in which the turns were played."""
+    start: int
+    end: int
+    """Its action is the tokens [start, end) of the sample."""
+    reward: float
+    """The rewards of all turns add up to the reward of the episode, or of their conversation if it has a credit."""
+    state: int
+    """Hash of the state in which the policy acted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +365,12 @@ class Sample:
     truncated: bool
     temperature: float = 1.0
     """At which the tokens were sampled."""
+    conversation: int = 0
+    """Number of its conversation in the episode."""
+    credit: Credit | None = None
+    """The conversation's own reward; None if all conversations share the reward of the episode."""
+    turns: Sequence[TrainedTurn] = ()
+    """The turns that are trained, in order."""
     token_ids: npt.NDArray[np.int32]  # [T]
     loss_mask: npt.NDArray[np.uint8]  # [T], 1 on sampled tokens
     logprobs: npt.NDArray[np.float32]  # [T], behaviour log-probabilities, 0 where the mask is 0
@@ -292,14 +378,17 @@ class Sample:
 
     @classmethod
     def joined(cls, pieces: Sequence[Sample]) -> Sample:
-        """Return a sample from its consecutive pieces. Reward and end come from the last piece."""
+        """Return the sample of a single turn from its consecutive pieces. Reward and end come from the last piece."""
         names = ("token_ids", "loss_mask", "logprobs", "versions")
         arrays: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in pieces]) for name in names}
-        return replace(pieces[-1], **arrays)
+        end, reward = len(arrays["token_ids"]), pieces[-1].reward
+        turns = [turn._replace(end=end, reward=reward) for turn in pieces[0].turns]
+        return replace(pieces[-1], turns=turns, **arrays)
 
     @classmethod
     def overlaid(cls, samples: Sequence[Sample]) -> Sample:
-        """Return the last branch of an episode with all its actions, from the samples that train them."""
+        """Return the last branch of an episode with all its actions, from the samples that train them. `turns` are
+        those of the last sample."""
         whole = samples[-1]
         if len(samples) == 1:
             return whole
@@ -313,16 +402,17 @@ class Sample:
         return replace(whole, loss_mask=mask, logprobs=logprobs, versions=versions)
 
 
-def _turns(sample: Sample, parent: int | None, *, start: int) -> Iterator[Turn]:
-    """Yield the turns of a sample from this position on. The first one has this parent."""
-    bounds = np.flatnonzero(np.diff(sample.loss_mask, prepend=0, append=0))  # [start, end) of each action
-    seen = start
-    for begin, end in bounds.reshape(-1, 2).tolist():
-        observation_ids = sample.token_ids[seen:begin].tolist()
-        yield Turn(observation_ids=observation_ids, segments=[_segment(sample, begin, end)], parent=parent)
-        seen, parent = end, None
-    if seen < len(sample.token_ids):
-        yield Turn(observation_ids=sample.token_ids[seen:].tolist(), segments=[], parent=parent)
+def _turn(sample: Sample, place: TrainedTurn, *, observed_from: int, parent: int | None) -> Turn:
+    """Return a trained turn of a sample. Its observation begins at `observed_from`."""
+    trained = sample.loss_mask[place.start : place.end] != 0
+    return Turn(
+        observation_ids=sample.token_ids[observed_from : place.start].tolist(),
+        segments=[_segment(sample, place.start, place.end)] if place.end > place.start else [],
+        parent=parent,
+        reward=place.reward,
+        state=place.state,
+        trained=None if trained.all() else trained.tolist(),
+    )
 
 
 def _segment(sample: Sample, start: int, end: int) -> Segment:

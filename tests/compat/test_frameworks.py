@@ -109,7 +109,8 @@ async def plays(
     job = leased(range(1), max_tokens=4, sampling=Sampling(max_new_tokens=4), deadline_s=60.0, env_seed=SEED)
     async with AsyncOpenAI(base_url="http://unused", api_key="unused") as client:
         monkeypatch.setattr(f"examples.agent.{example}.CLIENT", client)
-        return await play(chat, policy, agent, settings=config, grants=Always(4), job=job)
+        credit = getattr(player, "credit", None)
+        return await play(chat, policy, agent, settings=config, grants=Always(4), job=job, credit=credit)
 
 
 async def test_a_compacting_agent_has_a_branch_for_each_question(
@@ -139,3 +140,4 @@ async def test_each_debater_has_a_branch_of_its_own(chat: ChatTokenizer, monkeyp
     assert (trajectory.reward, trajectory.error) == (1.0, None)
     assert sorted(turn.parent or 0 for turn in trajectory.turns) == [ROOT, ROOT, 0, 1]
     assert [len(branch) for branch in trajectory.branches()] == [2, 2]
+    assert [sample.credit for sample in trajectory.formulate("branches")] == [(1.0, "")] * 2

@@ -25,6 +25,7 @@ from penstock.runtime.http_server import bind, listening, url_of
 from penstock.samples import Segment, Trajectory
 from penstock.types import Sampling, SegmentGrant, Task
 
+Credit = Callable[[float, Any], Any]
 Play = Callable[[Endpoint], Awaitable[float]]
 
 
@@ -76,6 +77,7 @@ async def play(
     grants: Always | None = None,
     job: Work | None = None,
     blocking: bool = False,
+    credit: Credit | None = None,
 ) -> Trajectory:
     class Agent:
         def __init__(self, task: Task) -> None:
@@ -84,6 +86,9 @@ async def play(
         def play(self, llm: Endpoint, seed: int) -> Any:
             assert seed == 7
             return agent(llm)
+
+    if credit is not None:
+        Agent.credit = staticmethod(credit)  # type: ignore[attr-defined]
 
     gateway, listener = AgentGateway(chat, model_name="tiny"), bind("127.0.0.1", 0)
     gateway.url = url_of("127.0.0.1", listener)
@@ -100,6 +105,45 @@ async def play(
         await manager.play(job or one(), lambda trajectory, text: ended.append(trajectory))
     (trajectory,) = ended
     return trajectory
+
+
+async def two_conversations(llm: Endpoint) -> float:
+    await converse(llm, "a", "b")
+    await converse(llm, "c")
+    return 1.0
+
+
+async def test_an_agent_may_credit_each_conversation(chat: ChatTokenizer) -> None:
+    heard: list[Any] = []
+
+    def credit(reward: float, conversations: Any) -> list[Any]:
+        heard.extend([reward, *([message["content"] for message in each] for each in conversations)])
+        return [0.25, (2.0, "helper")]
+
+    policy = ScriptedPolicy(says(chat, "x", "y", "z"))
+    trajectory = await play(chat, policy, two_conversations, credit=credit)
+    assert heard == [1.0, ["a", "x", "b", "y"], ["c", "z"]]
+    assert (trajectory.reward, trajectory.error) == (1.0, None)
+    first, second = trajectory.formulate("branches")
+    assert (first.credit, second.credit) == ((0.25, ""), (2.0, "helper"))
+    assert [turn.reward for turn in first.turns] == [0.0, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([1.0], "returned [1.0], not a list of one reward for each of 2 conversations"),
+        (1.0, "returned 1.0, not a list"),
+        ([1.0, float("nan")], "the reward is nan"),
+        ([1.0, None], "returned None for a conversation"),
+        ([1.0, (1.0, 3)], "returned (1.0, 3) for a conversation"),
+    ],
+)
+async def test_wrong_credits_fail_their_episode(chat: ChatTokenizer, given: Any, message: str) -> None:
+    policy = ScriptedPolicy(says(chat, "x", "y", "z"))
+    trajectory = await play(chat, policy, two_conversations, credit=lambda reward, conversations: given)
+    assert trajectory.status == "failed" and message in (trajectory.error or "")
+    assert "Agent.credit" in (trajectory.error or "")
 
 
 @pytest.mark.parametrize("page", [{"Origin": "https://evil.example"}, {"Host": "evil.example"}])

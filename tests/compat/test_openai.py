@@ -299,6 +299,22 @@ async def test_a_chat_may_be_given_in_tokens_alone(url: str) -> None:
         assert (await response.json())["choices"][0]["prompt_token_ids"] == Letters().encode("HELLO")
 
 
+async def test_an_echo_has_the_likeliest_tokens_of_the_prompt(client: openai.AsyncOpenAI) -> None:
+    done = await client.completions.create(model="tiny", prompt="HELLO", max_tokens=2, logprobs=2, echo=True)
+    found = done.choices[0].logprobs
+    assert found is not None and found.top_logprobs is not None and found.token_logprobs is not None
+    assert found.top_logprobs[0] is None and found.token_logprobs[0] is None and len(found.top_logprobs) == 7
+    for text, own, top in zip(found.tokens or (), found.token_logprobs, found.top_logprobs, strict=True):
+        assert own is None or (top[text] == own and 2 <= len(top) <= 3)  # its own token may be none of the likeliest
+
+
+async def test_no_likeliest_tokens_still_show_the_sampled_one(client: openai.AsyncOpenAI) -> None:
+    done = await client.completions.create(model="tiny", prompt="A", max_tokens=3, logprobs=0)
+    found = done.choices[0].logprobs
+    assert found is not None and found.top_logprobs is not None
+    assert [[*top] for top in found.top_logprobs] == [[text] for text in found.tokens or ()]
+
+
 async def test_neutral_values_that_routers_add_ask_for_nothing(url: str) -> None:
     neutral: dict[str, object] = {"stop_regex": [], "bad_words": [], "lora_path": "", "allowed_token_ids": None}
     neutral |= {"truncate_prompt_tokens": 0, "prompt_logprobs": None, "regex": None, "guided_choice": []}
@@ -330,6 +346,7 @@ async def test_a_stream_ends_with_the_versions_and_shows_the_likeliest_tokens(cl
     assert chunks[-1]["metadata"]["weight_version"] == "0"  # type: ignore[index]
     offsets = [offset for chunk in chunks if chunk["logprobs"] for offset in chunk["logprobs"]["text_offset"]]  # type: ignore[index,attr-defined]
     assert offsets == [0, 1, 2, 3]
+    assert all(chunk["logprobs"] is None or chunk["logprobs"]["tokens"] for chunk in chunks)  # type: ignore[index]
     tops = [len(top) for chunk in chunks for top in (chunk["logprobs"] or {}).get("top_logprobs") or ()]  # type: ignore[attr-defined]
     assert tops == [2] * 4
 

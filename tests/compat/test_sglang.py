@@ -69,7 +69,7 @@ async def test_the_light_client_selects_the_likeliest_choice(url: str, runner: E
 
     def mean(choice: str) -> float:
         parts = make_engine().scoring(Letters().encode("HELLO" + choice))
-        scores = [score for part in parts for score in part]
+        scores = [token.logprob for part in parts for token in part]
         return sum(scores[-len(choice) :]) / len(choice)
 
     assert await asyncio.to_thread(play) == max(["AB", "CD", "EF"], key=mean)
@@ -181,7 +181,8 @@ async def test_weights_come_from_a_model_directory(
     given = {"model_path": str(tmp_path), "weight_version": "9"}
     assert (await post(session, "/update_weights_from_disk", given))[0] == 200
     async with session.get("/get_model_info") as response:
-        assert (await response.json())["weight_version"] == "9"
+        told = await response.json()
+    assert (told["weight_version"], told["model_path"]) == ("9", str(tmp_path))
 
 
 async def test_a_bad_update_leaves_the_old_weights(

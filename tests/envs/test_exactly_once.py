@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fake_ports import leased
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.config import Config
 from penstock.envs.manager import EnvManager
 from penstock.model.chat import ChatTokenizer
+from penstock.ports.episode_manager import ManagedEpisode
 from penstock.rollout.session import RolloutError
 from penstock.samples import Segment, Trajectory, VersionSpan
 from penstock.simulator.clock import run_virtual
@@ -48,6 +49,8 @@ class Plan:
     answers: list[str]
     """Of the server, one per request; then they are quick."""
     cancelled_at_s: float | None
+    managed: list[str] = field(default_factory=list)
+    """Of the members' own managers, one per turn; none: the built-in loop plays."""
 
 
 class Misbehaving:
@@ -73,6 +76,30 @@ class Misbehaving:
     async def close(self) -> None:
         self.closed[self._member] += 1
         await _mischief(self.plan.closes[self._member], None)
+
+
+class MisbehavingManager:
+    """Does what the plan says between the turns of an episode."""
+
+    async def play(self, episode: ManagedEpisode) -> None:
+        mischief = iter(Misbehaving.plan.managed)
+        observation, _ = await episode.reset()
+        while True:
+            await _mischief(next(mischief, "nothing"), None)
+            answer = await episode.answer([{"role": "user", "content": str(observation)}])
+            match next(mischief, "nothing"):
+                case "ends":
+                    return
+                case "shows nothing":
+                    await episode.answer([])
+                case "returns too little":
+                    episode.train_only(answer, [])
+                case "rewards with nan":
+                    episode.earn(answer, float("nan"))
+            outcome = await episode.step(answer)
+            if outcome.terminated or outcome.truncated:
+                return
+            observation = outcome.observation
 
 
 async def _mischief(what: str, usual: Any) -> Any:
@@ -151,6 +178,7 @@ def plans(draw: st.DrawFn) -> tuple[int, Plan]:
         closes=draw(each),
         answers=draw(st.lists(st.sampled_from(["quick", "late", "never", "refuses", "gives way"]), max_size=4)),
         cancelled_at_s=draw(st.none() | st.floats(0.0, 15.0)),
+        managed=draw(st.lists(st.sampled_from(MISCHIEF), max_size=6)),
     )
     return size, plan
 
@@ -160,11 +188,14 @@ def plans(draw: st.DrawFn) -> tuple[int, Plan]:
 def test_one_trajectory_per_lease(chat: ChatTokenizer, drawn: tuple[int, Plan]) -> None:
     size, plan = drawn
     Misbehaving.plan, Misbehaving.made, Misbehaving.closed = plan, 0, Counter()
-    config = Config.model_validate({"env": {"max_turns": 3, "turn_timeout_s": TURN_TIMEOUT_S}})
+    manager = "tests:MisbehavingManager" if plan.managed else None
+    tree = {"env": {"max_turns": 3, "turn_timeout_s": TURN_TIMEOUT_S, "manager": manager}}
+    config, managers = Config.model_validate(tree), {manager or "": MisbehavingManager}
     submitted: list[Trajectory] = []
 
     async def main() -> float:
-        manager = EnvManager(config, make=Misbehaving, policy=Servers(chat, plan.answers), grants=Grants(), chat=chat)
+        policy = Servers(chat, plan.answers)
+        manager = EnvManager(config, make=Misbehaving, policy=policy, grants=Grants(), chat=chat, managers=managers)
         sampling = Sampling(max_new_tokens=8)
         work = leased(range(size), max_tokens=2, sampling=sampling, deadline_s=DEADLINE_S)
         playing = asyncio.create_task(manager.play(work, lambda trajectory, text: submitted.append(trajectory)))

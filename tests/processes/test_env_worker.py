@@ -257,6 +257,8 @@ async def test_the_controller_hears_when_only_rewards_are_missing(tmp_path: Path
             "drifts": 0,
             "branches": 0,
             "off_branch_tokens": 0,
+            "manager_masked_tokens": 0,
+            "unread_calls": 0,
             "refused_requests": 0,
             "scored": 4,
         }

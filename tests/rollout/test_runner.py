@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from tiny_policy import make_engine, make_request, run, score, until, weights
 
-from penstock.rollout.generator import EngineDead, GenerationFailed, Increment, Stopped
+from penstock.rollout.generator import EngineDead, GenerationFailed, Increment, ScoredToken, Stopped
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.slot_engine import Finished, SlotEngine
 
@@ -162,7 +162,7 @@ async def test_growth_is_told_token_by_token_before_the_end(runner: EngineRunner
 
 async def test_prompts_are_scored_between_steps(runner: EngineRunner) -> None:
     running = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=LONG)))
-    assert len((await runner.score([5, 6, 7])).logprobs) == 2
+    assert len((await runner.score([5, 6, 7])).tokens) == 2
     with pytest.raises(ValueError, match="outside the vocabulary"):
         await runner.score([10**6])
     assert len((await running)[0].token_ids) == LONG
@@ -174,8 +174,8 @@ async def test_prompts_are_scored_a_part_after_every_step(
     order = list[str]()
     scoring, step = runner.engine.scoring, runner.engine.step
 
-    def note_parts(prompt_ids: list[int]) -> Iterator[list[float]]:
-        for part in scoring(prompt_ids):
+    def note_parts(prompt_ids: list[int], *, num_top: int) -> Iterator[list[ScoredToken]]:
+        for part in scoring(prompt_ids, num_top=num_top):
             order.append("score")
             yield part
 
@@ -189,7 +189,8 @@ async def test_prompts_are_scored_a_part_after_every_step(
     generating = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=LONG)))
     first, *others = await asyncio.gather(*(runner.score(list(range(2, 11))) for _ in range(3)))
     await generating
-    assert first.logprobs == pytest.approx(score(make_engine(), list(range(2, 11))), abs=1e-5)
+    expected = score(make_engine(), list(range(2, 11)))
+    assert [token.logprob for token in first.tokens] == pytest.approx(expected, abs=1e-5)
     assert (first.versions, others) == ((0, 0), [first, first])
     assert order.count("score") == 6
     together = order[order.index("score") : len(order) - order[::-1].index("score")]
@@ -200,4 +201,4 @@ async def test_who_gives_up_is_not_scored(runner: EngineRunner) -> None:
     given_up = asyncio.create_task(runner.score([5, 6]))
     await asyncio.sleep(0)
     given_up.cancel()
-    assert len((await runner.score([5, 6, 7])).logprobs) == 2
+    assert len((await runner.score([5, 6, 7])).tokens) == 2

@@ -100,6 +100,7 @@ async def test_generate_answers_in_the_shape_of_sglang(http: Http) -> None:
         "completion_tokens": 4,
         "cached_tokens": 0,
         "input_token_logprobs": None,
+        "input_top_logprobs": None,
         "output_top_logprobs": None,
         "weight_version": "0",
         "weight_versions": [{"version": "0", "start": 0, "end": 4}],
@@ -228,6 +229,19 @@ async def test_the_likeliest_tokens_are_told(spoken: Http) -> None:
     meta = (await spoken.post("/generate", body))[1]["meta_info"]
     assert [place[0] for place in meta["output_top_logprobs"]] == meta["output_token_logprobs"]
     assert [len(place) for place in meta["output_top_logprobs"]] == [2] * 4
+
+
+async def test_the_likeliest_tokens_of_a_prompt_are_told(spoken: Http) -> None:
+    """What the engine would have said, and of the first token nothing."""
+    prompt = Letters().encode("AB") + run(make_engine(), make_request("a", Letters().encode("AB")))["a"][0].token_ids
+    scored = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    body = {"input_ids": prompt, **scored, "sampling_params": {"max_new_tokens": 0}}
+    meta = (await spoken.post("/generate", body))[1]["meta_info"]
+    first, *tops = meta["input_top_logprobs"]
+    assert first is None and len(tops) == len(prompt) - 1
+    assert all(len(place) == 2 and place[0][0] >= place[1][0] for place in tops)
+    for (logprob, token, _), place in zip(meta["input_token_logprobs"][1:], tops, strict=True):
+        assert logprob <= place[0][0] + 1e-5 and (token != place[0][1] or logprob == pytest.approx(place[0][0]))
 
 
 async def test_a_stream_grows_and_ends_with_the_whole_reply(spoken: Http) -> None:

@@ -135,8 +135,8 @@ def test_new_weights_score_what_is_left_as_if_they_had_seen_it_all(monkeypatch: 
     parts = engine.scoring(prompt)
     found = next(parts)
     engine.load_weights(weights(1), 1)
-    found += [score for part in parts for score in part]
-    assert found == pytest.approx(expected[0][:8] + expected[1][8:], abs=1e-4)
+    found += [token for part in parts for token in part]
+    assert [token.logprob for token in found] == pytest.approx(expected[0][:8] + expected[1][8:], abs=1e-4)
 
 
 @pytest.mark.parametrize("wrong", [{"logit_bias": {VOCAB_SIZE: 1.0}}, {"stop_token_ids": frozenset({-1})}])

@@ -102,7 +102,7 @@ def run(engine: SlotEngine, *requests: GenerateRequest) -> dict[str, list[Segmen
 
 def score(engine: SlotEngine, prompt: list[int]) -> list[float]:
     """The log-probability of every token but the first."""
-    return [logprob for part in engine.scoring(prompt) for logprob in part]
+    return [token.logprob for part in engine.scoring(prompt) for token in part]
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:

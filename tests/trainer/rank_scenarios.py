@@ -97,7 +97,7 @@ def train(
             dataclasses.replace(s, versions=np.where(s.loss_mask, version, -1).astype(np.int32)) for s in five_groups()
         ]
         for call, part in enumerate((samples[:8], samples[8:])):
-            learner.accumulate(part_of(prepare(part, normalize=True)[0], ranks, call=step + call))
+            learner.accumulate(part_of(prepare(part, for_critic=True)[0], ranks, call=step + call))
         metrics.append(learner.step().metrics)
         if in_turns:
             learner.release()
@@ -131,7 +131,7 @@ def poisoned(ranks: Ranks, model_dir: Path, strategy: str) -> dict[str, Any]:
     """A step in which one rank's samples make no sense."""
     learner = make_learner(ranks, model_dir, "plain", strategy)
     before = {name: weight.clone() for name, weight in learner.named_weights().items()}
-    batch = part_of(prepare(five_groups(), normalize=True)[0], ranks, call=0)
+    batch = part_of(prepare(five_groups(), for_critic=True)[0], ranks, call=0)
     if ranks.index == ranks.size - 1:
         batch.columns["advantages"] = np.full_like(batch["advantages"], np.nan)
     learner.accumulate(batch)
@@ -160,7 +160,7 @@ def imitated(ranks: Ranks, model_dir: Path) -> dict[str, Any]:
 def lost(ranks: Ranks, model_dir: Path) -> dict[str, Any]:
     """The last rank comes to no step."""
     learner = make_learner(ranks, model_dir, "plain", "ddp")
-    learner.accumulate(part_of(prepare(five_groups(), normalize=True)[0], ranks, call=0))
+    learner.accumulate(part_of(prepare(five_groups(), for_critic=True)[0], ranks, call=0))
     if ranks.index == ranks.size - 1:
         print("waiting", flush=True)
         sys.stdin.read()

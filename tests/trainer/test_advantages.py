@@ -1,3 +1,4 @@
+import dataclasses
 import statistics
 
 import numpy as np
@@ -5,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trainer.prepare import generalized_advantages, group_advantages
+from penstock.config import AdvantagesConfig
+from penstock.samples import Credit, Sample, TrainedTurn
+from penstock.trainer.advantages import advantages, generalized_advantages, group_advantages, token_rewards
 
 REWARDS = st.lists(st.tuples(st.integers(0, 3), st.floats(-10, 10)), min_size=1, max_size=24)
 
@@ -53,8 +56,13 @@ def test_generalized_advantages_equal_their_sum(
     flat = [token for _, tokens in episodes for token in tokens]
     values = np.asarray([value for value, _ in flat], dtype=np.float32)
     sampled = np.asarray([chosen for _, chosen in flat])
-    advantages, returns = generalized_advantages(
-        [reward for reward, _ in episodes],
+    rewards = np.zeros(len(flat), dtype=np.float32)
+    ends = np.cumsum([len(tokens) for _, tokens in episodes])
+    for (reward, tokens), end in zip(episodes, ends, strict=True):
+        if places := [i for i, (_, chosen) in enumerate(tokens) if chosen]:
+            rewards[end - len(tokens) + places[-1]] = reward
+    found, returns = generalized_advantages(
+        rewards,
         values,
         sampled,
         [len(tokens) for _, tokens in episodes],
@@ -70,6 +78,145 @@ def test_generalized_advantages_equal_their_sum(
         deltas = [r[t] + discount * v[t + 1] - v[t] for t in range(len(places))]
         for t, place in enumerate(places):
             expected = sum((discount * trace) ** (later - t) * deltas[later] for later in range(t, len(places)))
-            assert advantages[place] == pytest.approx(expected, abs=1e-5)
+            assert found[place] == pytest.approx(expected, abs=1e-5)
             assert returns[place] == pytest.approx(expected + v[t], abs=1e-5)
-    assert not advantages[~sampled].any() and not returns[~sampled].any()
+    assert not found[~sampled].any() and not returns[~sampled].any()
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+def played(
+    episode: int,
+    turns: list[tuple[float, int]],
+    *,
+    group: int = 0,
+    credit: Credit | None = None,
+    conversation: int = 0,
+    first: int = 0,
+) -> Sample:
+    """A sample whose turns have these (reward, state), with one token of prompt and two of action each."""
+    trained = [TrainedTurn(first + i, 3 * i + 1, 3 * i + 3, *turn) for i, turn in enumerate(turns)]
+    sampled = [0, 1, 1] * len(turns)
+    return Sample(
+        group=group,
+        episode=episode,
+        reward=sum(reward for reward, _ in turns),
+        truncated=False,
+        conversation=conversation,
+        credit=credit,
+        turns=trained,
+        token_ids=np.arange(len(sampled), dtype=np.int32),
+        loss_mask=np.asarray(sampled, dtype=np.uint8),
+        logprobs=np.zeros(len(sampled), dtype=np.float32),
+        versions=np.asarray(sampled, dtype=np.int32) - 1,
+    )
+
+
+def of_turns(found: object) -> list[list[float]]:
+    """The advantage of each turn, after a check that its tokens share it and that others have none."""
+    assert isinstance(found, list)
+    for array in found:
+        rows = array.reshape(-1, 3)
+        assert not rows[:, 0].any() and (rows[:, 1] == rows[:, 2]).all()
+    return [array.reshape(-1, 3)[:, 1].tolist() for array in found]
+
+
+def plain(name: str, **settings: object) -> AdvantagesConfig:
+    return AdvantagesConfig.model_validate({"name": name, "normalize": False, **settings})
+
+
+def test_a_turn_is_compared_with_the_same_turn_of_others() -> None:
+    samples = [played(0, [(0.0, 1), (1.0, 2)]), played(1, [(0.5, 1)]), played(2, [(0.0, 1), (0.0, 3)])]
+    first, second, third = of_turns(advantages(samples, plain("turn", discount=0.5)))
+    mean = (0.5 + 0.5 + 0.0) / 3  # of the returns of the first turns
+    assert first == pytest.approx([0.5 - mean, 0.5])
+    assert second == pytest.approx([0.5 - mean])
+    assert third == pytest.approx([-mean, -0.5])
+
+
+def test_gigpo_adds_what_a_turn_did_in_its_state() -> None:
+    """Both episodes pass through state 7, at different turns. State 9 occurs once."""
+    samples = [played(0, [(0.0, 7), (1.0, 9)]), played(1, [(0.0, 8), (0.0, 7)])]
+    first, second = of_turns(advantages(samples, plain("gigpo", discount=0.5, turn_weight=2.0)))
+    assert first == pytest.approx([0.5 + 2 * 0.25, 0.5])
+    assert second == pytest.approx([-0.5, -0.5 - 2 * 0.25])
+
+
+def test_a_state_that_an_episode_meets_again_is_compared_with_itself() -> None:
+    (found,) = of_turns(advantages([played(0, [(0.0, 7), (1.0, 7)])], plain("gigpo", discount=0.5)))
+    assert found == pytest.approx([-0.25, 0.25])
+
+
+def test_turns_in_samples_of_their_own_have_the_same_advantages() -> None:
+    whole = [played(0, [(0.25, 7), (1.0, 8)]), played(1, [(0.5, 7), (0.0, 8)])]
+    parts = [
+        played(sample.episode, [(turn.reward, turn.state)], first=turn.turn)
+        for sample in whole
+        for turn in sample.turns
+    ]
+    parts = [dataclasses.replace(part, reward=whole[part.episode].reward) for part in parts]
+    for name in ("turn", "gigpo"):
+        together = of_turns(advantages(whole, plain(name)))
+        apart = of_turns(advantages(parts, plain(name)))
+        assert [one for each in together for one in each] == pytest.approx([one for each in apart for one in each])
+
+
+@given(
+    episodes=st.lists(
+        st.lists(st.tuples(st.floats(-2, 2), st.integers(0, 2)), min_size=1, max_size=4), min_size=1, max_size=5
+    )
+)
+def test_a_single_turn_is_an_episode(episodes: list[list[tuple[float, int]]]) -> None:
+    samples = [played(number, turns[:1]) for number, turns in enumerate(episodes)]
+    expected = np.asarray(advantages(samples, AdvantagesConfig()))
+    np.testing.assert_allclose(of_turns(advantages(samples, AdvantagesConfig(name="turn"))), expected[:, None])
+
+
+@given(
+    episodes=st.lists(
+        st.lists(st.tuples(st.floats(-2, 2), st.integers(0, 2)), min_size=1, max_size=4), min_size=1, max_size=5
+    )
+)
+def test_token_rewards_add_up_to_the_reward(episodes: list[list[tuple[float, int]]]) -> None:
+    samples = [played(number, turns) for number, turns in enumerate(episodes)]
+    for sample, earned in zip(samples, token_rewards(samples), strict=True):
+        assert earned.sum() == pytest.approx(sample.reward, abs=1e-5) and not earned[sample.loss_mask == 0].any()
+        by_turn = [earned[turn.start : turn.end].sum() for turn in sample.turns]
+        assert by_turn == pytest.approx([turn.reward for turn in sample.turns], abs=1e-5)
+
+
+def test_a_sample_earns_what_follows_it_at_its_end() -> None:
+    """The turns of an episode as samples of their own: the first one also earns the reward of the second."""
+    first, second = played(0, [(0.25, 1)]), played(0, [(1.0, 2)], first=1)
+    samples = [dataclasses.replace(each, reward=1.25) for each in (first, second)]
+    assert [each.tolist() for each in token_rewards(samples)] == [[0, 0, 1.25], [0, 0, 1.0]]
+
+
+def test_turns_that_were_dropped_still_count() -> None:
+    """The last branch of an episode may be too long to train: its reward then counts at the last turn that is left."""
+    cut = dataclasses.replace(played(0, [(0.0, 1), (0.0, 2)]), reward=1.0)
+    first, _ = of_turns(advantages([cut, played(1, [(0.0, 1), (0.0, 2)])], plain("turn", discount=0.5)))
+    assert first == pytest.approx([0.25, 0.5])
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+
+def test_conversations_are_compared_within_their_role() -> None:
+    samples = [
+        played(0, [(0.0, 1)], conversation=0, credit=Credit(1.0, "pro")),
+        played(0, [(0.0, 1)], conversation=1, credit=Credit(0.0, "con"), first=1),
+        played(1, [(0.0, 1)], conversation=0, credit=Credit(0.0, "pro")),
+        played(1, [(0.0, 1)], conversation=1, credit=Credit(0.5, "con"), first=1),
+    ]
+    assert np.asarray(advantages(samples, plain("episode"))).tolist() == [0.5, -0.25, -0.5, 0.25]
+    assert of_turns(advantages(samples, plain("turn"))) == [[0.5], [-0.25], [-0.5], [0.25]]
+    assert [each.sum() for each in token_rewards(samples)] == [1.0, 0.0, 0.0, 0.5]
+
+
+def test_branches_of_one_conversation_count_once() -> None:
+    credit = Credit(1.0)
+    samples = [played(0, [(0.0, 1)], credit=credit), played(0, [(1.0, 2)], credit=credit, first=1)]
+    samples.append(played(0, [(0.0, 1)], credit=Credit(0.0), conversation=1, first=2))
+    assert np.asarray(advantages(samples, plain("episode"))).tolist() == [0.5, 0.5, -0.5]

@@ -42,7 +42,7 @@ def arrive(
     learner = Learner(model, config, max_staleness=1, policy_version=3, measure_noise=measure_noise)
     for samples in calls:
         colder = [dataclasses.replace(sample, temperature=0.8) for sample in samples]
-        learner.accumulate(prepare(colder, normalize=True)[0])
+        learner.accumulate(prepare(colder)[0])
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     return gradient, learner.step().metrics
 

@@ -36,7 +36,7 @@ def truthful(model: PreTrainedModel, sample: Sample) -> Sample:
 
 def alarms(model: PreTrainedModel, samples: list[Sample]) -> list[str]:
     learner = Learner(model, TrainerConfig(), max_staleness=1)
-    learner.accumulate(prepare(samples, normalize=True)[0])
+    learner.accumulate(prepare(samples)[0])
     return learner.step().alarms
 
 
@@ -96,7 +96,7 @@ def test_a_policy_that_only_ever_trains_the_version_before_compares_with_a_copy_
     found = []
     for version in range(6):
         engine = copy.deepcopy(learner.model)
-        learner.accumulate(prepare(sampled, normalize=True)[0])
+        learner.accumulate(prepare(sampled)[0])
         found.append(learner.step())
         honest = [truthful(engine, sample) for sample in samples]
         sampled = [

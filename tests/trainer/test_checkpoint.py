@@ -45,7 +45,7 @@ def save(
 def make_learner(make_model: Callable[[], PreTrainedModel], samples: list[Sample]) -> MakeLearner:
     def make() -> Learner:
         learner = Learner(make_model(), TrainerConfig(), max_staleness=9)
-        learner.accumulate(prepare(samples, normalize=True)[0])
+        learner.accumulate(prepare(samples)[0])
         learner.step()
         return learner
 
@@ -56,7 +56,7 @@ def test_a_round_trip_restores_weights_optimizer_and_state(
     make_learner: MakeLearner, model_dir: Path, tmp_path: Path, samples: list[Sample]
 ) -> None:
     learner, other = make_learner(), make_learner()
-    learner.accumulate(prepare(samples, normalize=True)[0])
+    learner.accumulate(prepare(samples)[0])
     learner.step()
     save(tmp_path, 2, learner, EXTRA, model_dir=model_dir)
     found = checkpoint.latest(tmp_path)
@@ -64,7 +64,7 @@ def test_a_round_trip_restores_weights_optimizer_and_state(
     assert (found.newest.step, found.newest.policy_version, found.newest.state) == (2, 2, EXTRA)
     other.read(Path(found.newest.directory))
     for each in (learner, other):
-        each.accumulate(prepare(samples, normalize=True)[0])
+        each.accumulate(prepare(samples)[0])
     assert learner.step().metrics["loss"] == other.step().metrics["loss"]
     assert all(torch.equal(a, b) for a, b in zip(learner.model.parameters(), other.model.parameters(), strict=True))
 

@@ -35,7 +35,7 @@ def learner_for(model: PreTrainedModel, config: TrainerConfig = LOOSE, **setting
 
 
 def accumulate(learner: Learner | AllRoles, samples: Sequence[Sample]) -> dict[str, float]:
-    return learner.accumulate(prepare(samples, normalize=True)[0])
+    return learner.accumulate(prepare(samples, for_critic=True)[0])
 
 
 def sampled_at(temperatures: Sequence[float], samples: Sequence[Sample]) -> list[Sample]:
@@ -50,7 +50,7 @@ def gradients(model: PreTrainedModel) -> torch.Tensor:
 
 def reference_loss(model: PreTrainedModel, samples: Sequence[Sample]) -> torch.Tensor:
     """GRPO sample by sample and token by token, summed; no padding, no packing, no sharing."""
-    advantages = prepare(samples, normalize=True)[0]["advantages"]
+    advantages = prepare(samples)[0]["advantages"]
     total = torch.zeros(())
     for sample, advantage in zip(samples, advantages.tolist(), strict=True):
         logits = model(input_ids=torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0]
@@ -228,7 +228,7 @@ def test_a_cut_through_groups_gives_the_same_update_once_advantages_are_fixed(
     make_model: MakeModel, samples: list[Sample]
 ) -> None:
     whole, parts = make_model(), make_model()
-    batch, _ = prepare(samples, normalize=True)
+    batch, _ = prepare(samples)
     learner_for(whole).accumulate(batch)
     learner = learner_for(parts)
     for chunk in batch.chunk(7):

@@ -26,7 +26,7 @@ def learner(model: PreTrainedModel, **lora: object) -> Learner:
 
 def train(learner: Learner, samples: list[Sample], steps: int) -> None:
     for _ in range(steps):
-        learner.accumulate(prepare(samples, normalize=True)[0])
+        learner.accumulate(prepare(samples)[0])
         learner.step()
 
 
@@ -59,7 +59,7 @@ def test_a_snapshot_is_the_adapted_policy(make_model: MakeModel, samples: list[S
 def test_only_adapters_have_gradients(make_model: MakeModel, samples: list[Sample]) -> None:
     model = make_model()
     trained = learner(model)
-    trained.accumulate(prepare(samples, normalize=True)[0])
+    trained.accumulate(prepare(samples)[0])
     moved = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
     assert moved and all(".lora_" in name for name in moved)
 

@@ -62,7 +62,7 @@ def test_no_norm_without_tokens_or_of_a_broken_gradient() -> None:
 def step(model: PreTrainedModel, calls: Sequence[Sequence[Sample]], *, measure_noise: bool) -> LearnerState:
     learner = Learner(model, LOOSE, max_staleness=2, measure_noise=measure_noise)
     for samples in calls:
-        learner.accumulate(prepare(samples, normalize=True)[0])
+        learner.accumulate(prepare(samples)[0])
     return learner.step()
 
 
@@ -95,7 +95,7 @@ def test_measuring_changes_neither_the_update_nor_the_counts(make_model: MakeMod
 
 
 def test_counts_are_those_of_the_whole_call(make_model: MakeModel, samples: list[Sample]) -> None:
-    batch = prepare(samples, normalize=True)[0]
+    batch = prepare(samples)[0]
     plain = Learner(make_model(), LOOSE, max_staleness=2).accumulate(batch)
     measured = Learner(make_model(), LOOSE, max_staleness=2, measure_noise=True).accumulate(batch)
     assert plain | {"busy_s": 0} == measured | {"busy_s": 0}
@@ -108,16 +108,16 @@ def test_what_cannot_be_measured_is_not_reported(make_model: MakeModel, samples:
     assert "noise_trace" not in step(make_model(), [[]], measure_noise=True).metrics
     stale = [make_sample(0, prompt=[5], response=[6], reward=float(r), versions=[0]) for r in range(2)]
     learner = Learner(make_model(), LOOSE, max_staleness=2, policy_version=9, measure_noise=True)
-    learner.accumulate(prepare(stale, normalize=True)[0])
+    learner.accumulate(prepare(stale)[0])
     assert "noise_trace" not in learner.step().metrics
 
 
 def test_every_step_is_measured_again(make_model: MakeModel, samples: list[Sample]) -> None:
     learner = Learner(make_model(), LOOSE, max_staleness=2, measure_noise=True)
     for _ in range(2):
-        learner.accumulate(prepare(samples, normalize=True)[0])
+        learner.accumulate(prepare(samples)[0])
         assert "noise_trace" in learner.step().metrics
-    learner.accumulate(prepare(samples, normalize=True)[0])
+    learner.accumulate(prepare(samples)[0])
     learner.load_state_dict(learner.state_dict())
-    learner.accumulate(prepare(samples[:4], normalize=True)[0])
+    learner.accumulate(prepare(samples[:4])[0])
     assert "noise_trace" not in learner.step().metrics, "the dropped gradients' norm must not be used"

@@ -39,7 +39,7 @@ def batch(samples: list[Sample], version: int) -> Batch:
         dataclasses.replace(s, versions=np.where(s.loss_mask, max(version - 1, 0), -1).astype(np.int32))
         for s in samples
     ]
-    return prepare(of_version, normalize=True)[0]
+    return prepare(of_version, for_critic=True)[0]
 
 
 def step(roles: AllRoles, samples: list[Sample]) -> dict[str, float]:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from made_samples import EPISODES, make_sample
 
+from penstock.config import AdvantagesConfig
 from penstock.samples import Sample
 from penstock.trainer.prepare import LARGEST_REWARD, prepare
 
@@ -33,13 +34,15 @@ def changed(**fields: object) -> Sample:
     ],
 )
 def test_what_cannot_be_trained_is_counted_and_left_out(sample: Sample, reason: str) -> None:
-    batch, skipped = prepare([GOOD, sample, changed(reward=0.0)], normalize=False, max_context=10, vocab_size=12)
+    batch, skipped = prepare(
+        [GOOD, sample, changed(reward=0.0)], settings=AdvantagesConfig(normalize=False), max_context=10, vocab_size=12
+    )
     assert skipped == {reason: 1}
     assert batch["advantages"].tolist() == [0.5, -0.5]  # the bad one takes no part in the mean
 
 
 def test_nothing_left_is_an_empty_batch() -> None:
-    batch, skipped = prepare([changed(reward=float("nan"))], normalize=True)
+    batch, skipped = prepare([changed(reward=float("nan"))])
     assert len(batch) == 0 and skipped == {"nonfinite_reward": 1}
 
 
@@ -47,11 +50,14 @@ def test_turns_share_the_advantage_of_their_episode() -> None:
     """However many there are: the mean is that of the episodes."""
     talkative = [make_sample(0, prompt=[5] * turn, response=[7], reward=1.0, episode=0) for turn in (1, 3, 5)]
     terse = make_sample(0, prompt=[5], response=[7], reward=0.0, episode=1)
-    batch, _ = prepare([*talkative, terse], normalize=False)
+    batch, _ = prepare([*talkative, terse], settings=AdvantagesConfig(normalize=False))
     assert batch["advantages"].tolist() == [0.5, 0.5, 0.5, -0.5]
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_advantages_of_the_largest_rewards_are_finite(normalize: bool) -> None:
-    batch, skipped = prepare([changed(reward=LARGEST_REWARD), changed(reward=-LARGEST_REWARD)], normalize=normalize)
+    batch, skipped = prepare(
+        [changed(reward=LARGEST_REWARD), changed(reward=-LARGEST_REWARD)],
+        settings=AdvantagesConfig(normalize=normalize),
+    )
     assert not skipped and np.isfinite(batch["advantages"] ** 2).all()

@@ -27,7 +27,7 @@ from penstock.envs.exception_location import origin
 from penstock.envs.isolated import making
 from penstock.envs.manager import EnvManager
 from penstock.envs.policy_stubs import Chance, Demonstrator, Endpoint, Person, PlayedBy, Player
-from penstock.envs.registry import is_agent, resolve
+from penstock.envs.registry import is_agent, managers_of, resolve
 from penstock.envs.rewards.scorer import Scorers
 from penstock.model.chat import byte_tokenizer
 from penstock.observe.tables import open_console
@@ -151,6 +151,7 @@ class Trial:
                 chat=chat,
                 gateway=gateway,
                 scorers=scorers,
+                managers=managers_of(config, {env.name: self._kind}),
                 on_error=self._terminal.raised,
             )
             await manager.play(work, lambda trajectory, _: ended.append(trajectory))

@@ -13,7 +13,7 @@ from penstock.model.files import ModelError, read_json
 from penstock.runtime.lasting_imports import lasting_imports
 
 READ = (
-    *("model.device", "model.dtype", "model.max_context"),
+    *("model.device", "model.dtype", "model.max_context", "model.tool_format"),
     *("rollout.host", "rollout.port", "rollout.slots", "rollout.torch_threads"),
 )
 """Settings that a server without a run reads."""

@@ -92,7 +92,8 @@ def in_pool(run_dir: Path) -> Iterator[Found]:
     if not (pool / "index").is_dir():
         return
     config, reader = load_config(run_dir / "config.yaml"), PayloadReader(pool)
-    maker = RowMaker(config, ChatTokenizer.load(model_dir(config, run_dir)), columns=COLUMNS)
+    chat = ChatTokenizer.load(model_dir(config, run_dir), tool_format=config.model.tool_format)
+    maker = RowMaker(config, chat, columns=COLUMNS)
 
     def read(record: GroupRecord, member: int) -> Row:
         assert record.ref is not None

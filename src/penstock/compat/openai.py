@@ -237,7 +237,7 @@ class OpenAI:
         reply = head | {"object": form.kind, "choices": choices, "usage": usage(answers)}
         if len(prompts) == 1 and body.return_token_ids is not False:
             reply["prompt_token_ids"] = prompts[0].prompt_ids  # where vLLM has them
-        response = http.answer(reply | provenance([segment for _, segment in pairs], answers[-1].scored_by))
+        response = http.answer(reply | provenance([segment for _, segment in pairs], answers[-1].scores))
         response.headers.update(convert.version_header(answers))
         return response
 

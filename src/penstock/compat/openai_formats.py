@@ -10,6 +10,7 @@ from penstock.compat import openai_wire as wire
 from penstock.model.answer_format import AnswerFormat, ParsedAnswer, Tools, call_ids
 from penstock.rollout import bodies, convert
 from penstock.rollout.convert import Answer, GrowingSample, PromptRequest
+from penstock.rollout.generator import PromptScores
 from penstock.rollout.text import Tokenizer
 from penstock.samples import Segment
 
@@ -52,8 +53,9 @@ class CompletionFormat:
         if self.echoes:
             text = self._tokenizer.decode(prompt.prompt_ids) + text
             ids = prompt.prompt_ids + ids
-            logprobs = [None, *(whole.prompt_logprobs or ()), *logprobs]
-            tops = None if tops is None else [[]] * len(prompt.prompt_ids) + tops
+            scored = whole.scores.tokens if whole.scores is not None else []
+            logprobs = [None, *(each.logprob for each in scored), *logprobs]
+            tops = [[], *(each.top_logprobs for each in scored), *(tops or [[]] * len(segment.token_ids))]
         return {
             "text": text,
             "index": index,
@@ -79,12 +81,12 @@ class CompletionFormat:
         if (chunk := self._chunk(sample, text)) is None:
             return None
         ids, logprobs, tops = sample.since(num_tokens)
-        is_first = sample.index not in self._sent
+        is_first, has_logprobs = sample.index not in self._sent, prompt.body.return_logprob and ids
         delta = {
             "index": sample.index,
             "finish_reason": segment.finish_reason if segment is not None else None,
             **chunk,
-            "logprobs": self._logprobs(ids, logprobs, tops, num_characters) if prompt.body.return_logprob else None,
+            "logprobs": self._logprobs(ids, logprobs, tops, num_characters) if has_logprobs else None,
             **self._tokens(ids, prompt.prompt_ids if is_first else None),
         }
         self._sent[sample.index] = len(text), sample.num_tokens
@@ -106,11 +108,15 @@ class CompletionFormat:
     def _logprobs(self, ids: Sequence[int], logprobs: Logprobs, tops: TopLogprobs, start: int = 0) -> dict[str, Any]:
         """Return the log-probabilities in OpenAI's format. `start`: offset in the text of the first token."""
         tokens = [self._text(token) for token in ids]
+        likely = tops or [[]] * len(ids)
         return {
             "tokens": tokens,
             "token_logprobs": logprobs,
             "text_offset": list(accumulate(map(len, tokens), initial=start))[:-1],
-            "top_logprobs": tops and [{self._text(token): logprob for logprob, token in top} for top in tops],
+            "top_logprobs": [
+                None if own is None else {self._text(token): logprob for logprob, token in top} | {text: own}
+                for text, own, top in zip(tokens, logprobs, likely, strict=True)
+            ],
         }
 
     def _text(self, token: int) -> str:
@@ -204,9 +210,10 @@ def usage(answers: Sequence[Answer]) -> wire.Usage:
     return wire.Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total_tokens)
 
 
-def provenance(segments: Sequence[Segment], scored_by: Sequence[int] = ()) -> dict[str, Any]:
+def provenance(segments: Sequence[Segment], scores: PromptScores | None = None) -> dict[str, Any]:
     """Return the reply's fields with the policy_version of the last token, or of the scores if there are only these."""
-    versions = [*scored_by[-1:], *(segment.spans[-1].policy_version for segment in segments if segment.spans)]
+    scored_by = scores.versions[-1:] if scores is not None else ()
+    versions = [*scored_by, *(segment.spans[-1].policy_version for segment in segments if segment.spans)]
     if not versions:
         return {}
     return {"system_fingerprint": fingerprint(versions[-1]), "metadata": {"weight_version": str(versions[-1])}}

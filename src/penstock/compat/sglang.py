@@ -289,7 +289,9 @@ class SGLang:
         version = self._version(body.weight_version)
         async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource=body.model_path, holder="its storage"):
             handle = await asyncio.to_thread(self._read_directory, Path(body.model_path), version)
-        return await self._serve(handle, abort=body.abort_all_requests)
+        served = await self._serve(handle, abort=body.abort_all_requests)
+        self._model_path = body.model_path
+        return served
 
     def _read_directory(self, path: Path, version: int) -> WeightsHandle:
         try:

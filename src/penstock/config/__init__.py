@@ -13,7 +13,14 @@ from penstock.config.scheduling import (
     TriggerConfig,
 )
 from penstock.config.simulated_cluster import EngineModelConfig, SimulatorConfig, TrainerModelConfig, WorkloadConfig
-from penstock.config.trainer_settings import CanaryConfig, LoraConfig, MasteredConfig, ObjectiveConfig, TrainerConfig
+from penstock.config.trainer_settings import (
+    AdvantagesConfig,
+    CanaryConfig,
+    LoraConfig,
+    MasteredConfig,
+    ObjectiveConfig,
+    TrainerConfig,
+)
 from penstock.config.trajectory_dump import Column, DumpConfig
 from penstock.config.yaml_file import default_config, load_config, parse_overrides
 
@@ -28,5 +35,5 @@ __all__ += [
     "TriggerConfig",
 ]
 __all__ += ["EngineModelConfig", "SimulatorConfig", "TrainerModelConfig", "WorkloadConfig"]
-__all__ += ["CanaryConfig", "LoraConfig", "MasteredConfig", "ObjectiveConfig", "TrainerConfig"]
+__all__ += ["AdvantagesConfig", "CanaryConfig", "LoraConfig", "MasteredConfig", "ObjectiveConfig", "TrainerConfig"]
 __all__ += ["Column", "DumpConfig", "default_config", "load_config", "parse_overrides"]

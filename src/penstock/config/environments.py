@@ -22,7 +22,8 @@ TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}")
 FILE_SOURCES = ("jsonl", "parquet", "huggingface")
 OF_SOURCE = ("dataset", "options", "path", "split", "mode", "epochs", "keys", "eval_path", "eval_split")
 BELONGING = {
-    "name": ("options", "reward", "reward_options"),
+    "name": ("options", "manager", "manager_options", "reward", "reward_options"),
+    "manager": ("manager_options",),
     "reward": ("reward_options",),
     "dataset": ("options",),
     "path": ("eval_path",),
@@ -109,6 +110,12 @@ class EnvironmentConfig(Section):
     turn_timeout_s: float | None = Field(None, gt=0)
     """Time limit in seconds for each turn (the answer and the environment's step), and for the reset. None: the limit
     of the whole episode."""
+    manager: str | None = None
+    """Class that runs the loop of an episode in place of the built-in one, `path/to/file.py:Class` or
+    `package.module:Class` (`ports/episode_manager.py`): what the policy sees in each turn, and which of its tokens are
+    trained."""
+    manager_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the manager."""
     reward: str | None = None
     """Reward that scores the policy's last answer instead of the environment: `math`, `format`, `code`, `judge`,
     `reasoning_gym`, `path/to/file.py:Class` or `package.module:Class`; a function is accepted too. None: the

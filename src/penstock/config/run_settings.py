@@ -67,6 +67,9 @@ class ModelConfig(Section):
     """Device of the model. `auto` uses an accelerator if there is one, else the CPU."""
     max_context: int = Field(512, ge=8)
     """Longest prompt plus response, in tokens."""
+    tool_format: Literal["auto", "deepseek", "glm", "hermes", "llama3", "mistral", "qwen3_coder"] = "auto"
+    """How the model writes calls of tools. `auto`: the format that its chat template shows. Set it for a model whose
+    template shows none, or another one than the model writes."""
     tiny: TinyModelConfig = TinyModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
 
@@ -311,6 +314,11 @@ class Config(Section):
                 "trainer.critic learns from groups of equal rewards too, which scheduler.group_filter zero_variance "
                 "drops: set it to []"
             )
+        if self.trainer.advantages.are_of_turns and self.scheduler.drops_equal_rewards:
+            yield (
+                f"trainer.advantages {self.trainer.advantages.name} learns from episodes of equal rewards too, which "
+                "scheduler.group_filter zero_variance drops: set it to []"
+            )
         if self.env.formulation == "step" and (self.trainer.critic or "samples" in self.trainer.scale_learning_rate):
             yield (
                 "env.formulation step shares a group's advantages among turns and makes as many samples as there are "
@@ -380,6 +388,7 @@ class Config(Section):
             ("validation.tasks", self.validation_tasks, 0, "such environments evaluate by themselves"),
             ("env.workers", env.workers, 1, "all such environments push to one address"),
             ("env.redundancy", env.redundancy, 0, "such environments play whole groups"),
+            ("env.manager", env.manager, None, "such environments run their own loop"),
             ("model.warm_start.steps", self.model.warm_start.steps, 0, "such environments show no demonstrations"),
             ("scheduler.segment_length", scheduler.segment_length, None, "answers of such environments are never cut"),
         ):

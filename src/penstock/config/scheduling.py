@@ -208,8 +208,7 @@ class TuningConfig(Section):
     """The settings that may change. None is all that can change in this run. A setting never leaves the bounds that the
     configuration sets: `max_staleness` only falls, and rises again to its configured value."""
     min_gain: float = Field(0.05, gt=0, le=1)
-    """Smallest predicted gain in samples per second, as a share, for which settings change. Equally fast settings that
-    train fresher samples are taken too."""
+    """Smallest predicted gain in samples per second, as a share, for which settings change."""
     first_steps: int = Field(8, ge=4)
     """Optimizer steps before the first search, and before the effect of a change is judged."""
     every_steps: int = Field(100, ge=1)

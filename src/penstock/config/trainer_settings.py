@@ -65,6 +65,33 @@ class CanaryConfig(Section):
     learner raises an alarm when half of the latest 20 steps are below it."""
 
 
+class AdvantagesConfig(Section):
+    """How rewards become the advantages of tokens, without a critic. Formulas are in `trainer/advantages.py`."""
+
+    name: Literal["episode", "turn", "gigpo"] = "episode"
+    """`episode`: all tokens of an episode have its reward minus the mean reward of its group (GRPO). `turn`: the tokens
+    of a turn have its discounted return minus the group's mean return at the same turn. `gigpo`: the advantage of the
+    episode, plus that of the turn among the group's turns in the same state (GiGPO, arXiv 2505.10978). Turns are in the
+    same state if their observations are equal, or what the environment returns in `info["state"]`."""
+    normalize: bool = True
+    """Divide advantages by the standard deviation of the rewards or returns that are compared (GRPO)."""
+    discount: float = Field(0.95, gt=0, le=1)
+    """`turn`, `gigpo`: factor on the reward of each later turn in the return of a turn."""
+    turn_weight: float = Field(1.0, ge=0)
+    """`gigpo`: factor on the advantage of the turn."""
+
+    @property
+    def are_of_turns(self) -> bool:
+        """Return whether the turns of an episode have different advantages."""
+        return self.name != "episode"
+
+    def contradictions(self) -> Iterator[str]:
+        unread = {"episode": ("discount", "turn_weight"), "turn": ("turn_weight",), "gigpo": ()}[self.name]
+        for setting in unread:
+            if getattr(self, setting) != type(self).model_fields[setting].default:
+                yield f"{self.name} does not read {setting}"
+
+
 class CriticConfig(Section):
     """A value function as the baseline, instead of the group's mean (PPO with generalized advantages)."""
 
@@ -172,12 +199,11 @@ class TrainerConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     objective: ObjectiveConfig = ObjectiveConfig()
     critic: CriticConfig | None = None
-    """Settings of the value function. None uses the group's mean reward as the baseline (GRPO)."""
+    """Settings of the value function. It learns from the reward of each turn. None: see `advantages`."""
     lora: LoraConfig | None = None
     """Settings of low-rank adapters. None trains all weights."""
     canaries: CanaryConfig = CanaryConfig()
-    normalize_advantages: bool = True
-    """Divide advantages by the standard deviation of the group's rewards (GRPO)."""
+    advantages: AdvantagesConfig = AdvantagesConfig()
     tokens_per_microbatch: int = Field(8192, ge=1)
     """Maximum number of tokens per forward pass, padding included."""
     activation_checkpointing: bool = False
@@ -207,6 +233,8 @@ class TrainerConfig(Section):
         return [role for role, is_needed in needed.items() if is_needed]
 
     def contradictions(self) -> Iterator[str]:
+        if self.critic is not None and self.advantages.are_of_turns:
+            yield f"advantages {self.advantages.name} needs no critic: leave out one of the two"
         for role in self.split:
             if role not in self.roles:
                 setting = {"critic": "trainer.critic", "reference": "trainer.objective.kl_coef"}[role]

@@ -180,10 +180,10 @@ def _resolve(document: dict[str, Any], overrides: Sequence[str], path: Path) -> 
 
 
 def _with_absolute_names(section: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return a section of environments with absolute paths of environment and reward files, which every process of the
-    run can find. A file is looked for beside the configuration, then in the working directory."""
+    """Return a section of environments with absolute paths of environment, manager and reward files, which every
+    process of the run can find. A file is looked for beside the configuration, then in the working directory."""
     changed = dict(section)
-    for key in ("name", "reward"):
+    for key in ("name", "manager", "reward"):
         file, _, class_name = name.rpartition(":") if isinstance(name := section.get(key), str) else ("", "", "")
         if file.endswith(".py"):
             beside = path.parent / file

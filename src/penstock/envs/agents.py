@@ -104,6 +104,8 @@ class Conversation:
         self.refusals: list[str] = []
         """The first messages with which requests were refused, without those for lack of turns or tokens."""
         self.num_refused = 0
+        self.num_unread = 0
+        """Number of answers with calls in a format that nobody reads, though tools were offered."""
         self._overs: set[str] = set()
         self.over: str | None = None
         """Reason why a request was refused for lack of turns or tokens; None if none was refused."""
@@ -253,12 +255,28 @@ class Conversation:
                 insort(self._said, said, key=lambda each: len(each.messages))
             return answer
 
+    def texts(self) -> list[list[Message]]:
+        """Return each conversation of the episode as messages, to the answer that came last, in the order in which the
+        conversations began."""
+        said = {each.turn: list(each.messages) for each in self._said}
+        return [said.get(turns[-1]) or self._decoded(turns[-1]) for turns in self._episode.trajectory().conversations()]
+
+    def _decoded(self, turn: int) -> list[Message]:
+        """Return the context of an answer to a request without messages."""
+        action = self._episode.turns[turn].token_ids
+        prompt = self._episode.context_after(turn)[: -len(action) or None]
+        return [
+            {"role": role, "content": self._chat.decode(token_ids, skip_special=False)}
+            for role, token_ids in (("user", prompt), ("assistant", action))
+        ]
+
     def _message(self, prompt_ids: Sequence[int], token_ids: Sequence[int], asked: Asked) -> Message:
         """Return an answer as its agent reads it, and sends it back."""
         is_thinking = self._format.is_thinking(prompt_ids, self._chat.decode)
         begun = "" if asked.must_call is None else self._format.beginning(asked.must_call)
         tools = asked.settings.get("tools") or ()
         answer = self._format.read(begun + self._episode.text, tools, is_thinking=is_thinking)
+        self.num_unread += bool(tools) and not answer.calls and self._format.foreign_format(answer.content) is not None
         message: dict[str, Any] = {"role": "assistant", "content": answer.content}
         if answer.calls:
             names = call_ids(self._format, prompt_ids, token_ids, len(answer.calls))

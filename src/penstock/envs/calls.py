@@ -12,16 +12,20 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import Any, NamedTuple, TypeVar
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 from penstock.config import ConfigError
 from penstock.deadline import deadline, permit
-from penstock.envs.dialogue import EpisodeFailure, Style, checked
+from penstock.envs.dialogue import EpisodeFailure, Message, Style, checked
 from penstock.envs.exception_location import OnError, described
 from penstock.envs.rewards.reward import check_number
 from penstock.envs.worker_calls import awaited
 from penstock.ports.environment import Endpoint, Observation
+from penstock.ports.episode_manager import Outcome
+from penstock.samples import Credit
+from penstock.sendable import sendable
 
 logger = logging.getLogger(__name__)
 
@@ -29,22 +33,9 @@ T = TypeVar("T")
 
 CLOSE_S = 5.0
 """Time limit of an environment's `close`."""
+MAX_ROLE_CHARACTERS = 200
 SHOWN_CHARACTERS = 120
 """Characters of an invalid return value shown in its error message."""
-
-
-class Outcome(NamedTuple):
-    """Result of one `step`."""
-
-    observation: Observation
-    reward: float | None
-    """None: the environment leaves it to `env.reward`."""
-    terminated: bool
-    """The environment reached a terminal state."""
-    truncated: bool
-    """The environment stopped before a terminal state."""
-    info: Mapping[str, Any]
-    """Further information from the environment."""
 
 
 class ConcurrencyLimit:
@@ -123,12 +114,22 @@ class EpisodeEnvironment:
 
     async def step(self, action: str) -> Outcome:
         with self._blamed("step"):
-            return _outcome(await call_async(self._env, "step", action))
+            return make_outcome(await call_async(self._env, "step", action))
 
     async def play(self, llm: Endpoint, seed: int) -> float | None:
         """Let the agent play, and return its reward. None leaves the reward to `env.reward`."""
         with self._blamed("play"):
             return check_reward(await call_async(self._env, "play", llm, seed))
+
+    @property
+    def gives_credit(self) -> bool:
+        """Whether the environment is an agent that says what each conversation earns."""
+        return hasattr(self._env, "credit")
+
+    async def credit(self, reward: float, conversations: Sequence[Sequence[Message]]) -> list[Credit]:
+        """Return the agent's own rewards of its conversations."""
+        with self._blamed("credit"):
+            return _credits(await call_async(self._env, "credit", reward, conversations), len(conversations))
 
     async def close(self) -> None:
         """Close the environment, once, if it has a `close`. Errors and timeouts are logged and do not fail the
@@ -143,22 +144,36 @@ class EpisodeEnvironment:
         except (EpisodeFailure, TimeoutError) as error:
             logger.warning("%s", error)
 
-    @contextmanager
-    def _blamed(self, method: str) -> Iterator[None]:
-        """Turn any exception of the environment's method into an `EpisodeFailure` that names the method and the task.
-        User code may raise any exception. `ConfigError`, interrupts and cancellation of this task pass through."""
-        where = f"{self.holder(method)} of {self._task_id}"
-        try:
-            yield
-        except (ConfigError, KeyboardInterrupt, GeneratorExit):
+    def _blamed(self, method: str) -> AbstractContextManager[None]:
+        holder = self.holder(method)
+        return blamed(f"{holder} of {self._task_id}", partial(self._on_error, holder))
+
+
+@contextmanager
+def blamed(
+    where: str,
+    on_error: Callable[[BaseException], None],
+    *,
+    is_ours: Callable[[BaseException], bool] = lambda error: False,
+) -> Iterator[None]:
+    """Turn any exception of the user's code into an `EpisodeFailure` that says `where`. User code may raise any
+    exception. `ConfigError`, interrupts and cancellation of this task pass through, and so do exceptions that the code
+    did not raise itself (`is_ours`)."""
+    try:
+        yield
+    except (ConfigError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except EpisodeFailure as error:
+        if is_ours(error):
             raise
-        except EpisodeFailure as error:
-            raise EpisodeFailure(f"{where}: {error}") from None
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
-                raise  # the task itself is being cancelled; the environment may also raise CancelledError on its own
-            self._on_error(self.holder(method), error)
-            raise EpisodeFailure(f"{where}: {described(error)}") from error
+        raise EpisodeFailure(f"{where}: {error}") from None
+    except BaseException as error:
+        if is_ours(error):
+            raise
+        if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
+            raise  # the task itself is being cancelled; the code may also raise CancelledError on its own
+        on_error(error)
+        raise EpisodeFailure(f"{where}: {described(error)}") from error
 
 
 async def call_async(env: object, method: str, *args: Any) -> Any:
@@ -199,12 +214,32 @@ def _unpack(result: object, form: str) -> Sequence[Any]:
     return [checked(result[0]), *result[1:-1], result[-1] if isinstance(result[-1], Mapping) else {}]
 
 
-def _outcome(result: object) -> Outcome:
+def make_outcome(result: object) -> Outcome:
+    """Return the result of an environment's `step`, checked. Raises `EpisodeFailure` for another form."""
     said, reward, terminated, truncated, info = _unpack(result, "observation, reward, terminated, truncated, info")
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if type(flag).__name__ not in ("bool", "bool_"):  # Python's or NumPy's
             raise EpisodeFailure(f"{name} is {flag!r}, not a boolean")
     return Outcome(said, check_reward(reward), bool(terminated), bool(truncated), info)
+
+
+def _credits(found: object, num_conversations: int) -> list[Credit]:
+    """Return one credit per conversation: a number, or (number, role). Raises `EpisodeFailure` for another form."""
+    if not isinstance(found, list | tuple) or len(found) != num_conversations:
+        shown = repr(found)[:SHOWN_CHARACTERS]
+        raise EpisodeFailure(
+            f"returned {shown}, not a list of one reward for each of {num_conversations} conversations"
+        )
+    credits = []
+    for each in found:
+        reward, role = each if isinstance(each, list | tuple) and len(each) == 2 else (each, "")
+        number = check_reward(reward)
+        if number is None or not isinstance(role, str):
+            raise EpisodeFailure(
+                f"returned {repr(each)[:SHOWN_CHARACTERS]} for a conversation, not a reward or (reward, role)"
+            )
+        credits.append(Credit(number, sendable(role, MAX_ROLE_CHARACTERS)))
+    return credits
 
 
 def check_reward(reward: object) -> float | None:

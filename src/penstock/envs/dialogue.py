@@ -16,6 +16,8 @@ from penstock.sendable import encodable
 Message = Mapping[str, Any]
 METRICS = "metrics"
 """Key of the metrics in an environment's `info`."""
+STATE = "state"
+"""Key of the environment's state in its `info`, for advantages that compare turns in the same state."""
 METRIC_KINDS = ("mean", "sum", "max")
 
 

@@ -15,16 +15,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from penstock.config import ConfigError, EnvironmentConfig
 from penstock.deadline import deadline
 from penstock.envs.calls import EpisodeEnvironment
-from penstock.envs.dialogue import METRICS, EpisodeFailure, Message, Metric, PromptTooLong
+from penstock.envs.dialogue import METRICS, STATE, EpisodeFailure, Message, Metric, PromptTooLong
 from penstock.envs.rewards.reward import check_number
 from penstock.envs.rewards.scorer import Scorer
 from penstock.envs.worker_calls import MAX_INFO_MEMORY, memory_of, plain
 from penstock.ports.environment import TaskError
-from penstock.samples import Segment, Trajectory, Turn, path_to
+from penstock.samples import Credit, Segment, Trajectory, Turn, path_to
 from penstock.scheduler.segments import AnswerState, SegmentPolicy
 from penstock.seeding import nth_seed
 from penstock.sendable import sendable
@@ -101,8 +102,12 @@ class Episode:
     wanted: frozenset[str] | None = frozenset()
     """Keys of the environment's `info` to keep. None: all."""
     info: dict[str, Any] = field(default_factory=dict)
+    state: int | None = None
+    """Hash of what the environment has just named as its state; None: it has named none."""
     _info_sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Memory and encoded bytes of each value of `info` that was not left out."""
+    credits: Sequence[Credit] = ()
+    """The conversations' own rewards, if the agent gives some."""
     metrics: dict[str, Metric] = field(default_factory=dict)
     """What the environment gave in `info["metrics"]`, by name."""
     ended: bool = False
@@ -152,13 +157,13 @@ class Episode:
 
     def open_turn(self, observation_ids: list[int]) -> None:
         """Open a turn that continues the latest one."""
-        self._open(Turn(observation_ids=observation_ids, segments=[]))
+        self._open(Turn(observation_ids=observation_ids, segments=[], state=self.state))
 
     def open_branch(self, parent: int, observation_ids: list[int]) -> None:
         """Open a turn that continues any turn, or none (`ROOT`)."""
         self.context = self.context_after(parent)
         self.num_siblings = sum(turn.parent == parent for turn in self.turns)
-        self._open(Turn(observation_ids=observation_ids, segments=[], parent=parent))
+        self._open(Turn(observation_ids=observation_ids, segments=[], parent=parent, state=self.state))
 
     def _open(self, turn: Turn) -> None:
         self.turns.append(turn)
@@ -190,6 +195,11 @@ class Episode:
         self.stop_reason = reason
         if reason != "terminated":
             self.status = "truncated"
+
+    def earn(self, reward: float, *, turn: int = -1) -> None:
+        """Add to the reward of an action, by default the latest one."""
+        self.reward += reward
+        self.turns[turn] = replace(self.turns[turn], reward=self.turns[turn].reward + reward)
 
     def forget_turn(self) -> None:
         """Remove the open turn and its tokens."""
@@ -241,6 +251,7 @@ class Episode:
             return
         if METRICS in info:
             self._measure(info[METRICS])
+        self.state = xxh3_64_intdigest(msgspec.msgpack.encode(plain(info[STATE]))) if STATE in info else None
         names = [str(name) for name in info if name != METRICS] if self.wanted is None else self.wanted
         for name in names:
             if name in info and (name in self.info or len(self.info) < MOST_INFO):
@@ -325,6 +336,7 @@ class Episode:
             temperature=self.sampling.temperature,
             info=self.info,
             metrics=self._measured(),
+            credits=self.credits,
         )
 
 

@@ -14,7 +14,7 @@ import msgspec
 from penstock.config import Config, EnvironmentConfig
 from penstock.config.imports import FILE_MODULE
 from penstock.config.secret_settings import resolved
-from penstock.envs.dialogue import METRICS, Style
+from penstock.envs.dialogue import METRICS, STATE, Style
 from penstock.envs.registry import environment_maker, maker_by_tag, resolve
 from penstock.envs.worker_calls import awaited, plain
 from penstock.envs.worker_pool import WorkerPool, WorkerProcess
@@ -118,10 +118,10 @@ async def making(
 ) -> AsyncIterator[Callable[[Task], Environment]]:
     """Yield a function that makes the environment for a task, as the task's tag selects it, once per episode. `kinds`:
     environment classes by name. Isolated environments run in processes that end with the body. `whole_info`: their
-    whole `info` leaves the process, instead of only its metrics and `Config.kept_info`."""
+    whole `info` leaves the process, instead of only its metrics, its state and `Config.kept_info`."""
     pools: dict[type[Environment], WorkerPool] = {}
     kept = None if whole_info else config.kept_info
-    wanted = None if kept is None else sorted(kept | {METRICS})
+    wanted = None if kept is None else sorted(kept | {METRICS, STATE})
 
     def maker(settings: EnvironmentConfig, kind: type[Environment]) -> Callable[[Task], Any]:
         if not getattr(kind, "isolated", False):

@@ -9,6 +9,8 @@ policy's answers are never tokenised again, even if an environment shows them ba
 first prompt share one generate request, unless the group has redundant members and waits only for the first ones to
 end. A grant or an interrupting server can cut an answer; the episode then keeps its environment and waits for its next
 grant. While the reward of an episode is computed, the episode holds no place for generation.
+
+The loop of an episode is the one here, that of an agent (`play`), or that of the user's own manager (`env.manager`).
 """
 
 from __future__ import annotations
@@ -25,15 +27,17 @@ import msgspec
 
 from penstock.config import Config
 from penstock.envs.agents import Conversation, Gateway, PausableTimeout
-from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment, Outcome
+from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment, blamed
 from penstock.envs.dialogue import EpisodeFailure, Message, PromptTooLong, messages_of, text_of
 from penstock.envs.episode import Episode, answering, contained_together, spending
 from penstock.envs.exception_location import LoggedOnce, OnError
+from penstock.envs.managed import OwnManaged
 from penstock.envs.rewards.scorer import RewardFailure, Scorers
 from penstock.model.answer_format import LAST_TOKENS
 from penstock.model.chat import ChatTokenizer
 from penstock.model.text_threads import INLINE_CHARACTERS, in_text_thread
-from penstock.ports.environment import Environment, PolicyClient
+from penstock.ports.environment import Action, Environment, PolicyClient
+from penstock.ports.episode_manager import EpisodeManager, Outcome
 from penstock.ports.work import Work
 from penstock.samples import Segment, Trajectory
 from penstock.scheduler.segments import SegmentPolicy
@@ -87,30 +91,40 @@ class EnvManager:
         chat: ChatTokenizer,
         gateway: Gateway | None = None,
         scorers: Scorers | None = None,
+        managers: Mapping[str, Callable[..., EpisodeManager]] | None = None,
         on_error: OnError | None = None,
     ) -> None:
         """`gateway`: endpoints for environments that are agents. `scorers`: compute rewards outside the environment.
-        `on_error`: receives the exceptions of environments and rewards, instead of the log."""
+        `managers`: classes of the user's own managers, by `env.manager`. `on_error`: receives the exceptions of
+        environments and rewards, instead of the log."""
         self._config, self._environments = config, config.environments
         self._max_context = config.model.max_context
         self._max_characters = self._max_context * chat.longest_token
         self._make, self._policy, self._grants, self._chat = make, policy, grants, chat
-        self._gateway, self._scorers = gateway, scorers
+        self._gateway, self._scorers, self._managers = gateway, scorers, managers or {}
         self._on_error = on_error or LoggedOnce()
         self._make_environment = partial(EpisodeEnvironment, limit=ConcurrencyLimit(), on_error=self._on_error)
         self._wanted = config.kept_info
-        self._num_drifts = self._num_refused = self._num_branches = self._num_untrained = 0
+        self._num_drifts = self._num_refused = self._num_branches = self._num_off_branch = 0
+        self._num_masked = self._num_unread = 0
         self._told_refusals: set[str] = set()
 
     def counts(self) -> dict[str, float]:
-        """Return counters since the start: `drifts`, the number of times that recorded tokens replaced repeated text of
-        answers; `branches`, the number of branches of episodes, without the first one of each; `off_branch_tokens`, the
-        number of sampled tokens that `env.formulation` does not train; `refused_requests` of agents; and the counters
-        of the scorers."""
+        """Return counters since the start, and those of the scorers.
+
+        - `drifts`: how often recorded tokens replaced repeated text of answers.
+        - `branches` of episodes, without the first one of each.
+        - `off_branch_tokens`: sampled tokens that `env.formulation` does not train.
+        - `manager_masked_tokens`: sampled tokens that the user's own manager leaves out.
+        - `unread_calls`: answers with calls in a format that nobody reads, though tools were offered.
+        - `refused_requests` of agents.
+        """
         own: dict[str, float] = {
             "drifts": self._num_drifts,
             "branches": self._num_branches,
-            "off_branch_tokens": self._num_untrained,
+            "off_branch_tokens": self._num_off_branch,
+            "manager_masked_tokens": self._num_masked,
+            "unread_calls": self._num_unread,
             "refused_requests": self._num_refused,
         }
         return own | (self._scorers.counts() if self._scorers is not None else {})
@@ -132,6 +146,8 @@ class EnvManager:
                     environment = episode.environment
                     if environment.is_agent:
                         tasks.create_task(self._play_agent(episode, environment))
+                    elif episode.settings.manager is not None:
+                        tasks.create_task(self._play_managed(episode, environment))
                     elif saved is not None or environment.is_isolated or work.redundancy:
                         tasks.create_task(self._play_alone(episode, environment, saved))
                     else:
@@ -172,7 +188,7 @@ class EnvManager:
         if len(branches := trajectory.branches()) > 1:
             self._num_branches += len(branches) - 1
             if self._config.env.formulation == "trajectory":
-                self._num_untrained += trajectory.num_tokens - sum(
+                self._num_off_branch += trajectory.num_tokens - sum(
                     len(trajectory.turns[index].token_ids) for index in branches[-1]
                 )
         ended(trajectory, episode.text)
@@ -206,6 +222,7 @@ class EnvManager:
             finally:
                 await self._gateway.close(endpoint)
                 self._count_refusals(conversation)
+                self._num_unread += conversation.num_unread
             if not episode.turns:
                 said = conversation.over or (conversation.refusals or ["the agent sent no request to the policy"])[0]
                 raise EpisodeFailure(said)
@@ -213,6 +230,36 @@ class EnvManager:
                 raise EpisodeFailure(f"the endpoint refused a request of the agent: {conversation.refusals[0]}")
             episode.stop(conversation.stop_reason)
             self._earn(episode, reward, environment.holder("play"), finished=not conversation.cut)
+            await self._score(episode, finished=not conversation.cut)
+            if environment.gives_credit and not (conversation.cut and episode.settings.penalize_truncation):
+                conversations = conversation.texts()
+                async with spending([episode], resource="its credits", holder=environment.holder("credit")):
+                    episode.credits = await environment.credit(episode.reward, conversations)
+
+    async def _play_managed(self, episode: Episode, environment: EpisodeEnvironment) -> None:
+        """Let the user's own manager play."""
+        async with self._to_its_end(episode, environment):
+            timeout = PausableTimeout(episode.lease.deadline_s, waiter=episode.name)
+            generate = partial(self._generate_for_agent, timeout)
+            conversation = Conversation(episode, self._chat, generate, max_context=self._max_context)
+            played = OwnManaged(episode, environment, conversation, timeout, self._chat)
+            name = episode.settings.manager or ""
+
+            async def play() -> None:
+                where, on_error = f"{name}.play of {episode.task.task_id}", partial(self._on_error, f"{name}.play")
+                with blamed(where, on_error, is_ours=lambda error: error is played.raised):
+                    await self._managers[name](**episode.settings.manager_options).play(played)
+
+            try:
+                await timeout.run(play())
+            except Exception:
+                if not conversation.over:
+                    raise
+            if not episode.turns:
+                raise EpisodeFailure(conversation.over or f"{name}.play asked the policy for no answer")
+            self._num_masked += played.num_untrained
+            self._num_unread += conversation.num_unread
+            episode.stop(played.stop_reason)
             await self._score(episode, finished=not conversation.cut)
 
     def _count_refusals(self, conversation: Conversation) -> None:
@@ -338,7 +385,10 @@ class EnvManager:
         async with env.slot(), spending([episode], resource="its next observation", holder=env.holder("step")):
             end = len(episode.context) - episode.turn_tokens
             prompt_ids = episode.context[max(end - LAST_TOKENS, 0) : end]
-            outcome = await env.step(env.style.action(self._chat, episode.text, prompt_ids))
+            action = env.style.action(self._chat, episode.text, prompt_ids)
+            if isinstance(action, Action) and not action.calls:
+                self._num_unread += self._chat.answers.foreign_format(action.content) is not None
+            outcome = await env.step(action)
         episode.hear(outcome.info)
         return outcome
 
@@ -349,7 +399,7 @@ class EnvManager:
             return
         if reward is None:
             raise EpisodeFailure(f"{giver} of {episode.task.task_id}: no reward: set env.reward")
-        episode.reward += 0.0 if episode.settings.penalize_truncation and not finished else reward
+        episode.earn(0.0 if episode.settings.penalize_truncation and not finished else reward)
 
     async def _observe(self, episode: Episode, outcome: Outcome, *, finished: bool) -> StopReason | None:
         """Open the next turn and return None, or return why the episode stops."""

@@ -21,6 +21,7 @@ from penstock.envs.options import check_exists, check_options, check_written, so
 from penstock.envs.rewards.dataset_rule import unaudited_of
 from penstock.envs.rewards.reward import check_reward, reads_in_sandbox
 from penstock.ports.environment import Environment, TaskError
+from penstock.ports.episode_manager import EpisodeManager
 from penstock.types import Purpose, Task
 
 _BUILT_IN = {
@@ -74,6 +75,12 @@ def check_environment(key: str, settings: EnvironmentConfig) -> None:
     resolved(settings.reward_options, f"{key}.reward_options")
     if not is_foreign(settings.name) and settings.name not in _PROGRAMS:
         check_written(f"{key}.options", where, settings.options, num_given=1, extra=ADAPTER_OPTIONS)
+    if settings.manager is not None:
+        file, _, class_name = settings.manager.rpartition(":")
+        if not file:
+            raise ConfigError(f"{key}.manager {settings.manager!r}: write file.py:Class or package.module:Class")
+        check_exists(f"{key}.manager", settings.manager, file)
+        check_written(f"{key}.manager_options", (file, class_name), settings.manager_options, num_given=0)
     if settings.reward is not None:
         check_reward(f"{key}.reward_options", settings.reward, settings.reward_options)
 
@@ -159,6 +166,26 @@ def playable(name: str, found: Any) -> type[Environment]:
     if play is not None and getattr(found, "isolated", False):
         raise ConfigError(f"env.name {name!r}: an agent cannot be `isolated`: declare `blocking = True`")
     return adapt_class(found) or found
+
+
+def managers_of(config: Config, kinds: Mapping[str, type[Environment]]) -> dict[str, Callable[..., EpisodeManager]]:
+    """Return the classes of the user's own managers, by `env.manager`. `kinds`: environment classes by name. Raises
+    `ConfigError`, also for any exception of the user's module."""
+    found = {}
+    for key, settings in config.environments.by_key.items():
+        if (name := settings.manager) is None:
+            continue
+        if is_agent(kinds[settings.name]):
+            raise ConfigError(f"{key}.manager {name!r}: {settings.name} is an agent, which has its own loop")
+        manager: Any = import_named(f"{key}.manager", name, wanted="a class with play(episode)")
+        if not inspect.iscoroutinefunction(getattr(manager, "play", None)):
+            raise ConfigError(f"{key}.manager {name!r} is not a class with `async def play(self, episode)`")
+        try:
+            inspect.signature(manager).bind(**settings.manager_options)
+        except TypeError as error:
+            raise ConfigError(f"{key}.manager_options do not fit {name}: {error}") from None
+        found[name] = manager
+    return found
 
 
 def maker_by_tag(

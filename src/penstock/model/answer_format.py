@@ -60,6 +60,9 @@ class Decode(Protocol):
     def __call__(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str: ...
 
 
+AUTO = "auto"
+
+
 class Malformed(ValueError):
     """Text between the marks of a call that is no call."""
 
@@ -118,10 +121,22 @@ class AnswerFormat:
     """Whether the template knows reasoning between `<think>` and `</think>`."""
 
     @classmethod
-    def of(cls, template: str) -> AnswerFormat:
-        """Return the format of a chat template's source."""
-        found = next((each for each in FORMATS if any(mark in template for mark in each.marks)), None)
-        return cls(found, THOUGHT in template)
+    def of(cls, template: str, tool_format: str = AUTO) -> AnswerFormat:
+        """Return the format of a chat template's source. `tool_format`: name of the format of calls; `AUTO`: the one
+        that the template shows."""
+
+        def is_it(each: ToolFormat) -> bool:
+            return any(mark in template for mark in each.marks) if tool_format == AUTO else each.name == tool_format
+
+        return cls(next(filter(is_it, FORMATS), None), THOUGHT in template)
+
+    def foreign_format(self, text: str) -> str | None:
+        """Return the name of another format in which a text has calls; None if there is none."""
+        own = self.special_texts | {*(self.tools.marks if self.tools else ())}
+        for each in FORMATS:
+            if any(mark in text for mark in {each.opening, *each.marks} - own - {""}):
+                return each.name
+        return None
 
     def is_thinking(self, prompt_ids: Sequence[int], decode: Decode) -> bool:
         """Return whether a prompt ends with the beginning of the assistant's reasoning."""

@@ -21,7 +21,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from penstock.model.answer_format import THOUGHT_ENDS, AnswerFormat
+from penstock.model.answer_format import AUTO, THOUGHT_ENDS, AnswerFormat
 from penstock.model.chat_template import ChatTemplate, read_template
 from penstock.model.control_tokens import ControlTokens, Real
 from penstock.model.files import AGAIN, ModelError, check_links, read_json, read_json_if_present
@@ -36,14 +36,21 @@ class ChatTokenizer:
     """The tokenizer and the chat template of a model directory."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, specials: Mapping[str, str], eos_ids: tuple[int, ...]
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        specials: Mapping[str, str],
+        eos_ids: tuple[int, ...],
+        *,
+        tool_format: str = AUTO,
     ) -> None:
+        """`tool_format`: see `AnswerFormat.of`."""
         self._tokenizer = tokenizer
         self._template = template
         self._special_tokens = dict(specials)
         self.eos_ids = eos_ids
         self._controls = ControlTokens(tokenizer, template, eos_ids)
-        self.answers = AnswerFormat.of(template.source if template is not None else "")
+        self.answers = AnswerFormat.of(template.source if template is not None else "", tool_format)
         """How to read answers."""
         self._marks = _special_marks(tokenizer, self.answers)
         self.max_characters = math.inf
@@ -51,7 +58,7 @@ class ChatTokenizer:
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
 
     @classmethod
-    def load(cls, model_dir: Path) -> ChatTokenizer:
+    def load(cls, model_dir: Path, *, tool_format: str = AUTO) -> ChatTokenizer:
         """Read tokenizer.json, tokenizer_config.json and the chat template of `model_dir`."""
         check_links(model_dir)
         config = read_json(model_dir, "tokenizer_config.json")
@@ -67,7 +74,8 @@ class ChatTokenizer:
         tokenizer.no_padding()
         special_tokens = _special_tokens(model_dir, config)
         eos_ids = _eos_ids(model_dir, tokenizer, special_tokens)
-        chat = cls(tokenizer, read_template(model_dir, config), special_tokens, eos_ids)
+        template = read_template(model_dir, config)
+        chat = cls(tokenizer, template, special_tokens, eos_ids, tool_format=tool_format)
         if chat._template is not None:
             try:
                 chat.render([{"role": "user", "content": "-"}])

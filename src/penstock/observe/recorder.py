@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.alarms import Alarms
 from penstock.observe import jsonl
 from penstock.observe.evaluation_results import means_of_metrics, results
 from penstock.observe.jsonl import JsonLinesWriter
@@ -42,10 +43,16 @@ COUNTED_BY_WORKERS = (
     "drifts",
     "branches",
     "off_branch_tokens",
+    "manager_masked_tokens",
+    "unread_calls",
     "refused_requests",
     "scored",
     "score_timeouts",
     "surplus_tokens",
+)
+UNREAD_CALLS = (
+    "the policy calls tools in a format that the chat template does not show, so nobody reads its calls: set "
+    "model.tool_format to the format that it writes"
 )
 RESULTS_EVERY_S = 1.0
 """Seconds between two writes of the document of results."""
@@ -81,6 +88,7 @@ class Recorder(Observer):
         names = ("metrics.jsonl", "events.jsonl", "timeline.jsonl")
         self._metrics, self._events, self._timeline = (JsonLinesWriter(run_dir / name) for name in names)
         self._processes: dict[str, _Process] = {}
+        self._alarms = Alarms()
         self._finished: defaultdict[str, list[EpisodeSummary]] = defaultdict(list)
         """Completed episodes by tag, since the last step."""
         self._evaluated: dict[str, float | None] = {}
@@ -142,6 +150,10 @@ class Recorder(Observer):
         process.cpu_s += cpu_s
         process.busy_s += busy_s
         process.counters.update(counters)
+        if counters.get("unread_calls"):
+            self._alarms.update("unread_calls", UNREAD_CALLS)
+            for reason in self._alarms.take():
+                self.event("alarm", reason=reason)
         for span in spans:
             self._timeline.write(asdict(span))
         if time.monotonic() - self._results_written_at >= RESULTS_EVERY_S:

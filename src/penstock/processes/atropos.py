@@ -58,7 +58,7 @@ async def trade(child: Child, config: Config) -> None:
 @asynccontextmanager
 async def open_exchange(child: Child, config: Config, policy: PolicyClient) -> AsyncIterator[Exchange]:
     """Serve the environments for the length of the body, and yield the exchange that receives their groups."""
-    chat = ChatTokenizer.load(model_dir(config, child.run_dir))
+    chat = ChatTokenizer.load(model_dir(config, child.run_dir), tool_format=config.model.tool_format)
     cache = GenerationCache()
     limit = config.scheduler.max_staleness
     exchange = Exchange(max_staleness=limit, newest=lambda: relay.served.newest, holder=lambda: atropos.holder())

@@ -32,7 +32,7 @@ def open_dumps(
     """
     if config.pipeline == "eval":
         return []  # held-out tasks are not in the pool
-    chat = ChatTokenizer.load(model_dir(config, run_dir))
+    chat = ChatTokenizer.load(model_dir(config, run_dir), tool_format=config.model.tool_format)
 
     if (first := tasks.at(0)) is not None:
         check_payload(config.dump, first)

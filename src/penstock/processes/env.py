@@ -19,7 +19,7 @@ from penstock.deadline import alongside, first
 from penstock.envs.agents import Gateway
 from penstock.envs.isolated import making
 from penstock.envs.manager import EnvManager
-from penstock.envs.registry import is_agent, means, playable, resolve
+from penstock.envs.registry import is_agent, managers_of, means, playable, resolve
 from penstock.envs.rewards.scorer import Scorers
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Environment
@@ -67,7 +67,8 @@ async def play(
     `joined` is called once the controller has welcomed this worker.
     """
     select(config.env.sandbox)
-    chat = ChatTokenizer.load(model_dir(config, child.run_dir))
+    managers = managers_of(config, kinds)
+    chat = ChatTokenizer.load(model_dir(config, child.run_dir), tool_format=config.model.tool_format)
     async with (
         making(config, kinds) as make,
         aclosing(Scorers(config)) as scorers,
@@ -76,7 +77,14 @@ async def play(
     ):
         worker = Worker(config, child.name, pool_of_worker(child), tasks)
         manager = EnvManager(
-            config, make=make, policy=worker.servers, grants=worker, chat=chat, gateway=gateway, scorers=scorers
+            config,
+            make=make,
+            policy=worker.servers,
+            grants=worker,
+            chat=chat,
+            gateway=gateway,
+            scorers=scorers,
+            managers=managers,
         )
         await worker.run(child, manager, manager.counts, stop=stop, joined=joined, attached=attached)
         await worker.servers.close()

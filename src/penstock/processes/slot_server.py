@@ -185,7 +185,8 @@ async def serving(
     runner.start()
     sglang: SGLang | None = None
     try:
-        tokenizer, expected = ChatTokenizer.load(directory), layout(runner.engine.parameters())
+        tokenizer = ChatTokenizer.load(directory, tool_format=config.model.tool_format)
+        expected = layout(runner.engine.parameters())
         tokenizer.max_characters = runner.max_context * tokenizer.longest_token
         receiver = Receiver(expected, machine=boot_id(), directory=scratch, neighbours=neighbours, published=published)
 

@@ -27,7 +27,7 @@ from penstock.control.rank_channel import RankChannels
 from penstock.data.sources import TaskStream, held_out_tasks, open_tasks
 from penstock.deadline import first, warn_if_stalled
 from penstock.envs.demonstrations import demonstrations
-from penstock.envs.registry import maker_by_tag
+from penstock.envs.registry import maker_by_tag, managers_of, resolve
 from penstock.groups.backend import Backend
 from penstock.groups.errors import RemoteError
 from penstock.groups.fused import Roles, place
@@ -37,6 +37,7 @@ from penstock.groups.role import Role
 from penstock.model.chat import ChatTokenizer
 from penstock.model.files import vocab_size
 from penstock.observe.log_lines import Paced, pairs
+from penstock.ports.episode_manager import EpisodeManager
 from penstock.ports.observer import BusySpan
 from penstock.ports.training import TrainerState
 from penstock.processes.bus_client import Member, Telemetry, membership
@@ -50,7 +51,7 @@ from penstock.trainer import checkpoint
 from penstock.trainer.actor_critic import ActorCritic
 from penstock.trainer.prepare import prepare
 from penstock.trainer.warm_start import warm_start
-from penstock.types import GroupRef, LearnerState, WeightsHandle
+from penstock.types import GroupRef, LearnerState, Task, WeightsHandle
 from penstock.version_history import VersionHistory
 from penstock.weights.receiver import linked
 
@@ -221,7 +222,8 @@ class TrainerProcess(Member):
             config = self._config
             batch, skipped = prepare(
                 samples,
-                normalize=config.trainer.normalize_advantages,
+                settings=config.trainer.advantages,
+                for_critic=config.trainer.critic is not None,
                 renumbered=lambda versions: self._history.renumbered(versions, self._ranks.policy_version),
                 max_context=config.model.max_context,
                 vocab_size=self._vocab_size,
@@ -257,15 +259,22 @@ class TrainerProcess(Member):
 
     def _demonstrations(self) -> Iterator[tuple[list[int], list[int]]]:
         config, environments = self._config, self._config.environments
+        managers = managers_of(config, {name: resolve(name) for name in environments.names})
+
+        def manager(task: Task) -> EpisodeManager | None:
+            settings = environments.of_task(task)
+            return None if settings.manager is None else managers[settings.manager](**settings.manager_options)
+
         source = open_tasks(config, seed=config.seed + 1)
         for example in demonstrations(
             TaskStream(source, held_out=held_out_tasks(config)).next,
             make=maker_by_tag(config),
             max_turns=lambda task: environments.of_task(task).max_turns,
-            chat=ChatTokenizer.load(self._model_dir),
+            chat=ChatTokenizer.load(self._model_dir, tool_format=config.model.tool_format),
             seed=config.seed,
             noise=config.model.warm_start.noise,
             max_context=config.model.max_context,
+            manager=manager,
         ):
             self._progress += 1
             yield example

@@ -157,6 +157,7 @@ class MetaInfo(Struct, kw_only=True):
     weight_versions: list[WeightSpan]
     e2e_latency: float
     input_token_logprobs: list[LogprobTriple] | None = None
+    input_top_logprobs: list[list[LogprobTriple] | None] | None = None
     output_token_logprobs: list[LogprobTriple] | None = None
     output_top_logprobs: list[list[LogprobTriple]] | None = None
     cached_tokens: int = 0

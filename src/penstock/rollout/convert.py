@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.rollout import bodies
-from penstock.rollout.generator import Increment
+from penstock.rollout.generator import Increment, PromptScores
 from penstock.rollout.prompt_text import MAX_BATCH
 from penstock.rollout.request import MAX_STOP_LENGTH, GenerateRequest, SamplingParams
 from penstock.rollout.text import GrowingText, Stops, Tokenizer
@@ -49,6 +49,11 @@ class PromptRequest:
     body: bodies.GenerateBody
 
     @property
+    def num_top(self) -> int:
+        """Return how many of the likeliest tokens are requested at each place."""
+        return int(self.body.top_logprobs_num or 0)  # type: ignore[arg-type]
+
+    @property
     def scored_from(self) -> int | None:
         """Position in the prompt from which on its log-probabilities are requested, or None."""
         start = self.body.logprob_start_len
@@ -61,15 +66,14 @@ class Answer:
 
     prompt: PromptRequest
     segments: Sequence[Segment]
-    prompt_logprobs: Sequence[float] | None
-    """Log-probability of every prompt token except the first, if requested."""
-    scored_by: tuple[int, ...] = ()
-    """The policy_versions that computed the first and the last of `prompt_logprobs`."""
+    scores: PromptScores | None = None
+    """Scores of the prompt's tokens, if requested."""
 
     @property
     def versions(self) -> list[int]:
         """Every policy_version that computed a part of the answer."""
-        return [*self.scored_by, *(span.policy_version for segment in self.segments for span in segment.spans)]
+        scored_by = self.scores.versions if self.scores is not None else ()
+        return [*scored_by, *(span.policy_version for segment in self.segments for span in segment.spans)]
 
 
 @dataclass(slots=True)
@@ -152,24 +156,29 @@ def write_replies(
     prompt, body, replies = answer.prompt, answer.prompt.body, []
     text_tokenizer = tokenizer if body.return_text else None
     logprob_tokenizer = text_tokenizer if body.return_text_in_logprobs else None
-    scores = None
-    if (start := prompt.scored_from) is not None and answer.prompt_logprobs is not None:
-        logprobs = [None, *answer.prompt_logprobs]
+    scores = tops = None
+    if (start := prompt.scored_from) is not None and answer.scores is not None:
+        scored = answer.scores.tokens
+        logprobs = [None, *(each.logprob for each in scored)]
         scores = _triples(logprobs[start:], prompt.prompt_ids[start:], tokenizer=logprob_tokenizer)
+        if prompt.num_top:
+            tops = [None, *(_tops(each.top_logprobs, logprob_tokenizer) for each in scored)][start:]
     for member, segment in enumerate(answer.segments, first):
         text = answer_text(prompt, segment, text_tokenizer)
         reply = write_reply(prompt, member, segment, logprob_tokenizer, text=text, latency_s=latency_s)
         meta = reply.meta_info
         meta.finish_reason = finish_reason(prompt, segment, tokenizer)
-        if answer.scored_by and not segment.spans:
-            meta.weight_version = str(answer.scored_by[-1])
+        if answer.scores is not None and answer.scores.versions and not segment.spans:
+            meta.weight_version = str(answer.scores.versions[-1])
         if body.return_logprob and segment.top_logprobs is not None:
-            meta.output_top_logprobs = [
-                _triples(*zip(*place, strict=True), tokenizer=logprob_tokenizer) for place in segment.top_logprobs
-            ]
-        meta.input_token_logprobs = scores
+            meta.output_top_logprobs = [_tops(place, logprob_tokenizer) for place in segment.top_logprobs]
+        meta.input_token_logprobs, meta.input_top_logprobs = scores, tops
         replies.append(reply)
     return replies
+
+
+def _tops(place: Sequence[tuple[float, int]], tokenizer: Tokenizer | None) -> list[bodies.LogprobTriple]:
+    return _triples(*zip(*place, strict=True), tokenizer=tokenizer)
 
 
 def write_reply(
@@ -243,14 +252,14 @@ def _read(body: bodies.GenerateBody, tokenizer: Tokenizer | None) -> PromptReque
         raise ValueError(f"`rid` has {len(rid)} characters, more than {MAX_RID}")
     ids: Any = body.input_ids  # `_split` left token ids only
     limits = _repeated(sampling.max_new_tokens, sampling.n, "max_new_tokens", "samples")
-    request = None
+    request, params = None, _params(sampling, stops, top_logprobs=int(body.top_logprobs_num or 0))  # type: ignore[arg-type]
     if sampling.n > 1 and not any(limits):
         raise ValueError(f"`n` is {sampling.n}, but nothing is sampled with max_new_tokens 0: set `n` to 1")
     if any(limits):
         request = GenerateRequest(
             rid=rid,
             prompt_ids=ids,
-            params=_params(sampling, stops, top_logprobs=int(body.top_logprobs_num or 0)),  # type: ignore[arg-type]
+            params=params,
             max_new_tokens=limits,
             seeds=_seeds(sampling),
             ends=partial(stops.end, tokenizer) if stops.strings and tokenizer is not None else None,

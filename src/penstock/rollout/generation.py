@@ -78,7 +78,7 @@ class Answers:
                 if end is not None:
                     num_open -= 1
                     for sample, segment in zip(samples[number], end.segments, strict=True):
-                        sample.answer = Answer(sample.prompt, [segment], end.prompt_logprobs, end.scored_by)
+                        sample.answer = Answer(sample.prompt, [segment], end.scores)
                         yield sample
         finally:
             for task in tasks:
@@ -86,11 +86,13 @@ class Answers:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _give(self, prompt: PromptRequest, on_tokens: OnTokens | None = None) -> Answer:
-        scores = (None, ()) if prompt.scored_from is None else await self._generator.score(prompt.prompt_ids)
+        scores = None
+        if prompt.scored_from is not None:
+            scores = await self._generator.score(prompt.prompt_ids, num_top=prompt.num_top)
         if prompt.request is None:
             nothing = Segment(token_ids=[], logprobs=[], spans=[], finish_reason="length")
-            return Answer(prompt, [nothing] * prompt.num_samples, *scores)
-        return Answer(prompt, await self._generator.generate(prompt.request, on_tokens), *scores)
+            return Answer(prompt, [nothing] * prompt.num_samples, scores)
+        return Answer(prompt, await self._generator.generate(prompt.request, on_tokens), scores)
 
 
 class Generation:

@@ -45,11 +45,21 @@ class Increment(NamedTuple):
     top_logprobs: list[list[tuple[float, int]]] | None
 
 
-class PromptScores(NamedTuple):
-    """Log-probabilities of a prompt's tokens, and the policy_versions that computed the first and the last of them."""
+class ScoredToken(NamedTuple):
+    """The log-probability of a prompt's token."""
 
-    logprobs: list[float]
+    logprob: float
+    top_logprobs: list[tuple[float, int]]
+    """The likeliest tokens at its place, if requested: (log-probability, token), best first."""
+
+
+class PromptScores(NamedTuple):
+    """Scores of a prompt's tokens."""
+
+    tokens: list[ScoredToken]
+    """Of each token but the first."""
     versions: tuple[int, ...]
+    """The policy_versions that computed the first and the last score; empty if there is none."""
 
 
 OnTokens = Callable[[list[Increment]], None]
@@ -78,8 +88,9 @@ class Generator(Protocol):
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> list[Segment]:
         """Return one segment per seed. `on_tokens` may receive tokens before this returns."""
 
-    async def score(self, prompt_ids: list[int]) -> PromptScores:
-        """Return the log-probability of every prompt token except the first."""
+    async def score(self, prompt_ids: list[int], *, num_top: int = 0) -> PromptScores:
+        """Return the log-probability of every prompt token except the first, and `num_top` likelier ones at each
+        place."""
 
 
 class AnswersOnly:
@@ -95,7 +106,7 @@ class AnswersOnly:
             "this endpoint scores no prompts: leave out `echo` and `logprob_start_len`, and sample some tokens"
         )
 
-    async def score(self, prompt_ids: list[int]) -> PromptScores:
+    async def score(self, prompt_ids: list[int], *, num_top: int = 0) -> PromptScores:
         self.check_prompt(prompt_ids)
 
 

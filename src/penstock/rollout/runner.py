@@ -36,6 +36,7 @@ from penstock.rollout.generator import (
     OnTokens,
     Overloaded,
     PromptScores,
+    ScoredToken,
     Stopped,
 )
 from penstock.rollout.request import GenerateRequest
@@ -266,13 +267,14 @@ class EngineRunner:
             await asyncio.wait(results, timeout=timeout_s)
         return all(result.done() for result in results)
 
-    async def score(self, prompt_ids: list[int]) -> PromptScores:
-        """Return the log-probability of every prompt token except the first. Raises ValueError for a bad prompt."""
+    async def score(self, prompt_ids: list[int], *, num_top: int = 0) -> PromptScores:
+        """Return the log-probability of every prompt token except the first, and the `num_top` likeliest tokens at each
+        place. Raises ValueError for a bad prompt."""
         self.check_prompt(prompt_ids)
-        found, versions = list[float](), list[int]()
+        found, versions = list[ScoredToken](), list[int]()
 
         def parts() -> Iterator[None]:
-            for part in self.engine.scoring(prompt_ids):
+            for part in self.engine.scoring(prompt_ids, num_top=num_top):
                 found.extend(part)
                 versions.append(self.engine.policy_version)
                 yield

@@ -28,6 +28,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from penstock.rollout.admission import Admission, AdmissionQueue
 from penstock.rollout.cuda_graphs import CudaGraphs, records
+from penstock.rollout.generator import ScoredToken
 from penstock.rollout.model_check import check_model, eos_ids, fit_tensors
 from penstock.rollout.request import GenerateRequest, check_prompt
 from penstock.rollout.sampling import sample, shaped, uniforms
@@ -181,8 +182,9 @@ class SlotEngine:
         return running.sequences if running else []
 
     @torch.inference_mode()
-    def scoring(self, prompt_ids: list[int]) -> Iterator[list[float]]:
-        """Yield the log-probability of every token but the first, at temperature 1, in parts of `SCORED_PLACES` tokens.
+    def scoring(self, prompt_ids: list[int], *, num_top: int = 0) -> Iterator[list[ScoredToken]]:
+        """Yield the log-probability of every token but the first, at temperature 1, and the `num_top` likeliest tokens
+        at its place, in parts of `SCORED_PLACES` tokens.
 
         So the logits of only one part exist at once, for any prompt length, and steps may run between two parts. After
         a weights update, the new weights compute the KV of earlier tokens again. So no log-probability mixes two
@@ -195,9 +197,11 @@ class SlotEngine:
                 cache, version = DynamicCache(), self.policy_version
             fresh = ids[:, cache.get_seq_length() : int(places[-1]) + 1]
             output = self.model(input_ids=fresh, past_key_values=cache, use_cache=True, logits_to_keep=len(places))
-            logits = output.logits[0].float()
-            found: list[float] = torch.log_softmax(logits, dim=-1).gather(1, ids[0, places + 1, None])[:, 0].tolist()
-            yield found
+            logprobs = torch.log_softmax(output.logits[0].float(), dim=-1)
+            found = logprobs.gather(1, ids[0, places + 1, None])[:, 0].tolist()
+            best, best_ids = (each.tolist() for each in logprobs.topk(min(num_top, logprobs.shape[1])))
+            tops = (list(zip(*each, strict=True)) for each in zip(best, best_ids, strict=True))
+            yield [ScoredToken(*each) for each in zip(found, tops, strict=True)]
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the model's weights by name, tied weights once. An update must provide all of them."""

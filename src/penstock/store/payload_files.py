@@ -27,7 +27,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from penstock.deadline import deadline
-from penstock.samples import Sample
+from penstock.samples import Credit, Sample, TrainedTurn
 from penstock.types import PayloadRef
 
 _MAGIC = b"PENS"
@@ -64,6 +64,9 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     truncated: bool
     num_tokens: int
     temperature: float = 1.0
+    conversation: int = 0
+    credit: Credit | None = None
+    turns: list[TrainedTurn] = []  # msgspec copies an empty default
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -95,7 +98,20 @@ def open_file(directory: Path, name: str) -> BinaryIO:
 
 def encode(samples: Sequence[Sample]) -> bytearray:
     """Return the samples of a group as one record. Every token is copied once."""
-    headers = [_Header(s.group, s.episode, s.reward, s.truncated, len(s.token_ids), s.temperature) for s in samples]
+    headers = [
+        _Header(
+            s.group,
+            s.episode,
+            s.reward,
+            s.truncated,
+            len(s.token_ids),
+            s.temperature,
+            s.conversation,
+            s.credit,
+            list(s.turns),
+        )
+        for s in samples
+    ]
     header = _encoder.encode(headers)
     num_tokens = sum(len(s.token_ids) for s in samples)
     starts = [_aligned(_PREFIX.size + len(header))]
@@ -124,6 +140,8 @@ def _decode(record: memoryview) -> list[Sample]:
     headers = _decoder.decode(record[_PREFIX.size : _PREFIX.size + header_length])
     if any(h.num_tokens < 0 for h in headers):
         raise PayloadError("not a payload record: a sample has a negative number of tokens")
+    if not all(_are_in_order(h.turns, h.num_tokens) for h in headers):
+        raise PayloadError("not a payload record: the turns of a sample overlap, or leave it")
     bounds = [0, *accumulate(h.num_tokens for h in headers)]
     offset = _aligned(_PREFIX.size + header_length)
     columns: dict[str, list[npt.NDArray[Any]]] = {}
@@ -134,10 +152,24 @@ def _decode(record: memoryview) -> list[Sample]:
     arrays = [dict(zip(columns, own, strict=True)) for own in zip(*columns.values(), strict=True)]
     return [
         Sample(
-            group=h.group, episode=h.episode, reward=h.reward, truncated=h.truncated, temperature=h.temperature, **own
+            group=h.group,
+            episode=h.episode,
+            reward=h.reward,
+            truncated=h.truncated,
+            temperature=h.temperature,
+            conversation=h.conversation,
+            credit=h.credit,
+            turns=h.turns,
+            **own,
         )
         for h, own in zip(headers, arrays, strict=True)
     ]
+
+
+def _are_in_order(turns: Sequence[TrainedTurn], num_tokens: int) -> bool:
+    places = [0, *(place for turn in turns for place in (turn.start, turn.end)), num_tokens]
+    numbers = [turn.turn for turn in turns]
+    return places == sorted(places) and numbers == sorted(set(numbers)) and (not turns or numbers[0] >= 0)
 
 
 class PayloadWriter:

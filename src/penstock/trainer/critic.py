@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from penstock.config.trainer_settings import CriticConfig
 from penstock.groups.batch import Batch
+from penstock.trainer.advantages import generalized_advantages
 from penstock.trainer.model_role import ModelRole
 from penstock.trainer.optimizer import adamw, load_optimizer, take_step
 from penstock.trainer.packing import MicroBatch, TokenTable, flatten, per_sample
-from penstock.trainer.prepare import generalized_advantages
 from penstock.trainer.shards import load_parameters, read_state
 
 NAME = "critic"
@@ -124,14 +124,19 @@ class Critic(ModelRole):
 def with_values(batch: Batch, values: Sequence[npt.NDArray[np.float32]], config: CriticConfig) -> Batch:
     """Return `batch` with the critic's `values`, and with `returns` and generalized `advantages` computed from them.
 
-    `batch` comes from `prepare`; the new `advantages` replace its group advantages. Each of the three columns has one
-    array per sample; `values` has n arrays.
+    `batch` comes from `prepare` (`for_critic`); the new `advantages` replace its group advantages. Each of the three
+    columns has one array per sample; `values` has n arrays.
     """
     ids = batch["token_ids"]
     flat_values, flat_mask = flatten(values, np.float32), flatten(batch["loss_mask"], np.bool_)
     lengths = [np.size(tokens) for tokens in ids]
     advantages, returns = generalized_advantages(
-        batch["rewards"], flat_values, flat_mask, lengths, discount=config.discount, trace=config.trace
+        flatten(batch["token_rewards"], np.float32),
+        flat_values,
+        flat_mask,
+        lengths,
+        discount=config.discount,
+        trace=config.trace,
     )
     columns = {"advantages": per_sample(advantages, ids), "returns": per_sample(returns, ids), "values": values}
     return batch.keep(name for name in batch.names if name not in columns).union(Batch(values=columns))

@@ -1,0 +1,127 @@
+"""Episodes whose loop is in the hands of the user's own manager (`ports/episode_manager.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from penstock.envs.agents import Asked, Conversation, PausableTimeout
+from penstock.envs.calls import EpisodeEnvironment
+from penstock.envs.dialogue import EpisodeFailure, checked, messages_of
+from penstock.envs.episode import Episode, spending
+from penstock.envs.rewards.reward import check_number
+from penstock.model.answer_format import LAST_TOKENS
+from penstock.model.chat import ChatTokenizer
+from penstock.model.text_threads import INLINE_CHARACTERS, in_text_thread
+from penstock.ports.environment import Observation
+from penstock.ports.episode_manager import Answer, Outcome
+from penstock.types import StopReason
+
+
+class OwnManaged:
+    """The `ManagedEpisode` of a worker."""
+
+    def __init__(
+        self,
+        episode: Episode,
+        environment: EpisodeEnvironment,
+        conversation: Conversation,
+        timeout: PausableTimeout,
+        chat: ChatTokenizer,
+    ) -> None:
+        self.task, self.seed, self.max_turns = episode.task, episode.lease.env_seed, episode.settings.max_turns
+        self._episode, self._environment, self._conversation = episode, environment, conversation
+        self._timeout, self._chat = timeout, chat
+        self._last: Outcome | None = None
+        self.raised: BaseException | None = None
+        """What the environment, a server or a deadline has raised here; not the manager."""
+        self.num_untrained = 0
+        """Number of sampled tokens that the manager leaves out of the training."""
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why the episode ends, if its manager plays on no further."""
+        if self._conversation.cut or self._last is None or not (self._last.terminated or self._last.truncated):
+            return self._conversation.stop_reason
+        return "terminated" if self._last.terminated else "truncated"
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.raised = error
+            raise
+
+    async def reset(self) -> tuple[Observation, Mapping[str, Any]]:
+        with self._noted():
+            return await self._reset()
+
+    async def _reset(self) -> tuple[Observation, Mapping[str, Any]]:
+        await self._timeout.paused(self._environment.enter())
+        async with AsyncExitStack() as stack:
+            await self._timeout.paused(stack.enter_async_context(self._environment.slot()))
+            holder = self._environment.holder("reset")
+            async with spending([self._episode], resource="its first observation", holder=holder):
+                observation, info = await self._environment.reset(self.seed)
+        self._episode.hear(info)
+        return observation, info
+
+    async def answer(
+        self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, **settings: Any
+    ) -> Answer:
+        asked = messages_of(checked(list(messages)))
+        settings = self._environment.style.settings | settings
+        render = partial(self._conversation.prompt, asked, **settings)
+        is_short = sum(len(str(each["content"])) for each in asked) <= INLINE_CHARACTERS
+        prompt_ids = render() if is_short else await in_text_thread(render, waiter=self._episode.name)
+        most = self._episode.settings.max_new_tokens if max_tokens is None else max_tokens
+        if most < 1:
+            raise EpisodeFailure(f"answer: max_tokens is {most}, expected at least 1")
+        with self._noted():
+            said = await self._conversation.answer(prompt_ids, most, Asked(asked, settings))
+        text = self._chat.decode(said.token_ids, skip_special=True)
+        return Answer(
+            turn=len(self._episode.turns) - 1,
+            text=text,
+            action=self._environment.style.action(self._chat, text, prompt_ids[-LAST_TOKENS:]),
+            token_ids=said.token_ids,
+            is_finished=not self._conversation.cut,
+        )
+
+    async def step(self, answer: Answer, action: str | None = None) -> Outcome:
+        with self._noted():
+            outcome = await self._step(answer.action if action is None else action)
+        if self._episode.scorer is None and outcome.reward is not None:
+            is_paid = answer.is_finished or not self._episode.settings.penalize_truncation
+            self._episode.earn(outcome.reward if is_paid else 0.0, turn=answer.turn)
+        return outcome
+
+    async def _step(self, action: str) -> Outcome:
+        async with AsyncExitStack() as stack:
+            await self._timeout.paused(stack.enter_async_context(self._environment.slot()))
+            holder = self._environment.holder("step")
+            async with spending([self._episode], resource="its next observation", holder=holder):
+                outcome = self._last = await self._environment.step(action)
+        self._episode.hear(outcome.info)
+        if self._episode.scorer is None and outcome.reward is None:
+            raise EpisodeFailure(f"{holder} of {self.task.task_id}: no reward: set env.reward")
+        return outcome
+
+    def earn(self, answer: Answer, reward: float) -> None:
+        try:
+            self._episode.earn(check_number("the reward", reward), turn=answer.turn)
+        except ValueError as error:
+            raise EpisodeFailure(str(error)) from None
+
+    def train_only(self, answer: Answer, tokens: Sequence[bool]) -> None:
+        turn = self._episode.turns[answer.turn]
+        if len(tokens) != len(turn.token_ids):
+            raise EpisodeFailure(f"train_only: {len(tokens)} flags for an answer of {len(turn.token_ids)} tokens")
+        before = 0 if turn.trained is None else turn.trained.count(False)
+        trained = [bool(flag) for flag in tokens]
+        self.num_untrained += trained.count(False) - before
+        self._episode.turns[answer.turn] = replace(turn, trained=trained)

@@ -1,0 +1,164 @@
+"""Advantages: how much better than others of its group an episode, a conversation or a turn went.
+
+A *credited* unit is an episode, or a conversation of an agent that has its own reward (`Credit`). In each group the
+units of one role are compared. The reward of a unit is the sum of its turns' rewards r_t, with t in the order in which
+the turns were played. The return of a turn is R_t = sum_(k >= t) discount^(k - t) r_k.
+
+* `episode`: all tokens of a unit have A = r - mean(r). GRPO (Shao et al., arXiv 2402.03300, section 4.1).
+* `turn`: the tokens of turn t have A_t = R_t - mean(R_t), over the units that have a turn t.
+* `gigpo`: A + weight (R_t - mean(R)), the mean over all turns of the group in the same state. GiGPO (Feng et al., arXiv
+  2505.10978). A state that occurs once adds nothing.
+
+With `normalize`, each difference is divided by the population standard deviation of what is compared; without it the
+first form is that of Dr. GRPO (arXiv 2503.20783).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.config.trainer_settings import AdvantagesConfig
+from penstock.samples import Sample, TrainedTurn
+
+Floats = npt.NDArray[np.float32]
+Unit = tuple[int, int, int]
+"""Group, episode and, if it has its own reward, the number of the conversation."""
+
+EPSILON = 1e-6
+"""Keeps the division finite where rewards barely differ."""
+
+
+def advantages(samples: Sequence[Sample], settings: AdvantagesConfig) -> Floats | list[Floats]:
+    """Return the advantage of each sample, [n], or of each token: n arrays, 0 outside the actions of trained turns."""
+    of_units = _advantages_of_units(samples, normalize=settings.normalize)
+    if not settings.are_of_turns:
+        return of_units
+    per_token = [np.zeros(len(sample.token_ids), dtype=np.float32) for sample in samples]
+    of_turns = _advantages_of_turns(samples, settings)
+    for sample, values, of_unit in zip(samples, per_token, of_units, strict=True):
+        for turn in sample.turns:
+            own = of_turns[_unit(sample), turn.turn]
+            values[turn.start : turn.end] = own if settings.name == "turn" else of_unit + settings.turn_weight * own
+    return per_token
+
+
+def token_rewards(samples: Sequence[Sample]) -> list[Floats]:
+    """Return what each sample earns at its tokens, n arrays, for a critic.
+
+    The reward of a turn counts at the last sampled token of its action. What the unit earns after the last turn of the
+    sample counts at the sample's last sampled token.
+    """
+    turns, found = _turns_of_units(samples), []
+    for sample in samples:
+        values, sampled = np.zeros(len(sample.token_ids), dtype=np.float64), np.flatnonzero(sample.loss_mask)
+        for turn in sample.turns:
+            values[sampled[max(int(np.searchsorted(sampled, turn.end)) - 1, 0)]] += turn.reward
+        last = max((turn.turn for turn in sample.turns), default=-1)
+        before = sum(turn.reward for turn in turns[_unit(sample)] if turn.turn <= last)
+        values[sampled[-1]] += _reward(sample) - before
+        found.append(values.astype(np.float32))
+    return found
+
+
+def _unit(sample: Sample) -> Unit:
+    return sample.group, sample.episode, 0 if sample.credit is None else sample.conversation
+
+
+def _reward(sample: Sample) -> float:
+    return sample.reward if sample.credit is None else sample.credit.reward
+
+
+def _role(sample: Sample) -> str:
+    return "" if sample.credit is None else sample.credit.role
+
+
+def _advantages_of_units(samples: Sequence[Sample], *, normalize: bool) -> Floats:
+    """Return each sample's advantage, [n]. Each unit counts once, however many samples it has."""
+    units: dict[Unit, int] = {}
+    places = [units.setdefault(_unit(sample), len(units)) for sample in samples]
+    rewards, compared = np.zeros(len(units)), [("", 0)] * len(units)
+    for sample, place in zip(samples, places, strict=True):
+        rewards[place], compared[place] = _reward(sample), (_role(sample), sample.group)
+    return group_advantages(rewards, _numbered(compared), normalize=normalize)[places]
+
+
+def _advantages_of_turns(samples: Sequence[Sample], settings: AdvantagesConfig) -> dict[tuple[Unit, int], float]:
+    """Return the advantage of each turn by its return alone."""
+    sample_of = {_unit(sample): sample for sample in samples}
+    keys: list[tuple[Unit, int]] = []
+    returns: list[float] = []
+    compared: list[Hashable] = []
+    for unit, turns in _turns_of_units(samples).items():
+        one, rewards = sample_of[unit], [turn.reward for turn in turns]
+        for place in reversed(range(len(turns))):
+            is_last = place == len(turns) - 1
+            # what turns of dropped samples have earned counts at the last one that is left
+            later = _reward(one) - sum(rewards[:-1]) if is_last else rewards[place] + settings.discount * returns[-1]
+            keys.append((unit, turns[place].turn))
+            returns.append(later)
+            compared.append((one.group, _role(one), place if settings.name == "turn" else turns[place].state))
+    found = group_advantages(returns, _numbered(compared), normalize=settings.normalize)
+    return dict(zip(keys, found.tolist(), strict=True))
+
+
+def _turns_of_units(samples: Sequence[Sample]) -> dict[Unit, list[TrainedTurn]]:
+    """Return all trained turns of each unit, in the order in which they were played."""
+    found: dict[Unit, list[TrainedTurn]] = defaultdict(list)
+    for sample in samples:
+        found[_unit(sample)] += sample.turns
+    return {unit: sorted(turns) for unit, turns in found.items()}
+
+
+def _numbered(keys: Sequence[Hashable]) -> list[int]:
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def group_advantages(
+    rewards: npt.ArrayLike, groups: npt.ArrayLike, *, normalize: bool
+) -> npt.NDArray[np.float32]:  # [n]
+    """Return A_i = r_i - mean(group), divided by the group's population standard deviation if `normalize`.
+
+    `rewards` and `groups` have shape [n]. Equal entries in `groups` mark the samples of one group. A group with equal
+    rewards gets exactly zero, even if rounding of the mean would give another value.
+    """
+    reward = np.asarray(rewards, dtype=np.float64)
+    _, first, group, sizes = np.unique(np.asarray(groups), return_index=True, return_inverse=True, return_counts=True)
+    centered = reward - (np.bincount(group, weights=reward) / sizes)[group]
+    num_different = np.bincount(group, weights=reward != reward[first][group])
+    centered[num_different[group] == 0] = 0.0
+    if normalize:
+        deviation = np.sqrt(np.bincount(group, weights=centered**2) / sizes)
+        centered /= deviation[group] + EPSILON
+    return centered.astype(np.float32)
+
+
+def generalized_advantages(
+    rewards: Floats,  # [S], what each token earns
+    values: Floats,  # [S], before each sampled token
+    sampled: npt.NDArray[np.bool_],  # [S]
+    lengths: npt.ArrayLike,  # [n], entries of each sample, in order
+    *,
+    discount: float,
+    trace: float,
+) -> tuple[Floats, Floats]:
+    """Return advantages and returns (A, R), both [S], and 0 at tokens that were not sampled.
+
+    A_t = sum_l (discount trace)^l d_(t+l), R_t = A_t + V_t, with d_t = r_t + discount V_(t+1) - V_t. The index t runs
+    over a sample's sampled tokens. V is 0 after the last token.
+
+    Schulman et al., arXiv 1506.02438, eq. 16.
+    """
+    advantages = np.zeros_like(values)
+    ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
+    for end, length in zip(ends, np.asarray(lengths), strict=True):
+        following = later = 0.0
+        for place in np.flatnonzero(sampled[end - length : end])[::-1] + (end - length):
+            value = float(values[place])
+            later = float(rewards[place]) + discount * following - value + discount * trace * later
+            advantages[place], following = later, value
+    return advantages, np.where(sampled, advantages + values, 0.0).astype(np.float32)
