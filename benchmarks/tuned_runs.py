@@ -23,6 +23,8 @@ from penstock.simulator.search import Search
 from penstock.simulator.trace import open_workload
 
 FINALISTS = 2
+STILL = "trainer.learning_rate=1e-10"
+"""The policy does not change, so that its answers are as long at the end of a long run as in a short one."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def measured(lab: Lab, name: str) -> Outcome:
     """Make the runs of one workload, and compare them."""
     draining = [f"data.eval_tasks={32 if lab.quick else 256}", "env.eval_temperature=1.0"]
     label, case, seeds = name.partition(",")[0].replace(" ", "_"), CASES[name], lab.seeds[:1]
-    settings, measured_steps = case.settings, case.measured_steps
+    settings, measured_steps = [*case.settings, STILL], case.measured_steps
     (default,) = lab.long(label, [*settings, *draining], steps=case.fixed_steps, seeds=seeds)
     (tuned,) = lab.long(f"{label}_tuned", [*settings, "scheduler.tuning=auto"], steps=case.tuned_steps, seeds=seeds)
     usual = mean_length(default)
