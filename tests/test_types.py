@@ -12,7 +12,18 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from penstock.samples import ROOT, Credit, Sample, Segment, TrainedTurn, Trajectory, Turn, VersionSpan, parent_of, path_to
+from penstock.samples import (
+    ROOT,
+    Credit,
+    Sample,
+    Segment,
+    TrainedTurn,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    parent_of,
+    path_to,
+)
 from penstock.types import NO_VERSION, EpisodeId, FinishReason
 
 token_ids = st.integers(0, 2**31 - 1)

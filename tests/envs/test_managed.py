@@ -171,7 +171,7 @@ def test_a_manager_that_does_not_exist_is_refused(env: dict[str, Any], message: 
 
 def test_options_that_a_manager_does_not_take_are_refused() -> None:
     config = load_config(EXAMPLE, ["env.manager_options={size: 3}"])
-    with pytest.raises(ConfigError, match="env.manager_options do not fit .*Notes: got an unexpected keyword"):
+    with pytest.raises(ConfigError, match=r"env.manager_options do not fit .*Notes: got an unexpected keyword"):
         managers_of(config, {"guess_number": GuessNumber})
 
 
