@@ -107,13 +107,16 @@ class Bimodal(LogNormalWorkload):
 
 
 class Drifting(LogNormalWorkload):
-    """Answers grow sixteen times as long within the run, while tools stay as slow."""
+    """The run goes over from short answers with slow tools to answers that are sixteen times as long and need none."""
 
     num_tasks = 1
 
     def plan(self, index: int, attempt: int) -> Plan:
         share = min(index / self.num_tasks, 1.0)
-        return _longer(super().plan(index, attempt), 16.0**share, self.max_tokens)
+        plan = _longer(super().plan(index, attempt), 16.0**share, self.max_tokens)
+        assert plan.turns is not None
+        turns = [[turn._replace(tool_s=(1.0 - share) * turn.tool_s) for turn in member] for member in plan.turns]
+        return replace(plan, turns=turns)
 
 
 def _longer(plan: Plan, factor: float, most: int) -> Plan:
@@ -153,7 +156,14 @@ CASES = {
         accelerators=8,
         servers=5,
         groups_per_step=16,
-        workload={"median_tokens": 300.0, "turns": 4, "tool_median_s": 20.0, "tool_sigma": 1.0},
+        workload={
+            "median_tokens": 300.0,
+            "between_sigma": 0.3,
+            "within_sigma": 0.1,
+            "turns": 4,
+            "tool_median_s": 20.0,
+            "tool_sigma": 1.0,
+        },
         drifts=True,
         make=drifting,
     ),
