@@ -52,6 +52,9 @@ REFUSALS = frozenset({400, 404, 405, 409, 413, 415, 422})
 """Statuses of requests that are refused for what they ask."""
 ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
 """Beginnings of an event with an error, in a stream."""
+TURNS_TO_LEAVE = 4
+"""Turns of the event loop after which a worker knows that a client has left: it first reads what the client has sent,
+then the end of the connection, tells the request of it, and then the request ends."""
 MAX_WAITING = 64
 """Maximum number of requests of one episode that wait for their answer."""
 REMEMBERED_KEYS = 65_536
@@ -176,7 +179,7 @@ class Session(AnswersOnly):
         """Return the next answers of this conversation, or the earlier ones if this is a retry. Generation continues if
         the caller leaves, so that a retry finds the answer. Raises `Refused`: 400 if no turn or token is left, 410 if
         the episode has ended, 503 if the rollout server does not answer."""
-        for _ in range(2):  # a busy worker first reads what a client has sent, and then that it has left
+        for _ in range(TURNS_TO_LEAVE):
             await asyncio.sleep(0)
         if self._is_closed:
             raise Refused(410, "the episode has ended")
