@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,44 @@ def test_an_episode_ends_at_its_limits(chat: ChatTokenizer, env: dict[str, Any],
     assert trajectory.reward == (0.0 if env.get("max_new_tokens") else 2.0)  # a cut answer earns nothing
 
 
+async def test_calls_that_a_manager_leaves_behind_end_with_its_episode(chat: ChatTokenizer) -> None:
+    late: list[asyncio.Task[Any]] = []
+    is_over = asyncio.Event()
+    asked = [{"role": "user", "content": "more"}]
+
+    class LeavesTasks:
+        async def play(self, episode: ManagedEpisode) -> None:
+            observation, _ = await episode.reset()
+            answer = await episode.answer([{"role": "user", "content": str(observation)}])
+            late.append(asyncio.create_task(episode.answer(asked)))
+
+            async def later() -> None:
+                await is_over.wait()
+                await episode.answer(asked)
+
+            late.append(asyncio.create_task(later()))
+            await asyncio.sleep(0)
+            await episode.step(answer)
+
+    policy = ScriptedPolicy([[*chat.encode("a"), chat.eos_ids[0]], chat.encode("b" * 8)])
+    tree = {"env": {"max_turns": 4, "max_new_tokens": 8, "manager": "m.py:M"}, "model": {"max_context": 96}}
+    played = EnvManager(
+        Config.model_validate(tree),
+        make=Counting,
+        policy=policy,
+        grants=Always(),
+        chat=chat,
+        managers={"m.py:M": LeavesTasks},
+    )
+    ended: list[Trajectory] = []
+    work = leased(range(1), max_tokens=8, sampling=Sampling(max_new_tokens=8), deadline_s=20.0)
+    await played.play(work, lambda trajectory, text: ended.append(trajectory))
+    is_over.set()
+    cut, refused = await asyncio.gather(*late, return_exceptions=True)
+    assert isinstance(cut, asyncio.CancelledError) and "the episode has ended" in str(refused)
+    assert [chat.decode(turn.token_ids) for turn in ended[0].turns] == ["a"]
+
+
 class Idle:
     async def play(self, episode: ManagedEpisode) -> None:
         await episode.reset()
@@ -137,6 +177,10 @@ class Broken:
         raise KeyError("notes")
 
 
+def of_another_episode(episode: ManagedEpisode, answer: Answer) -> None:
+    episode.earn(replace(answer, turn=7), 1.0)
+
+
 def wrong_flags(episode: ManagedEpisode, answer: Answer) -> None:
     episode.train_only(answer, [True])
 
@@ -146,6 +190,7 @@ def wrong_flags(episode: ManagedEpisode, answer: Answer) -> None:
     [
         (Idle, "m.py:M.play asked the policy for no answer"),
         (Broken, "m.py:M.play of t: KeyError: 'notes'"),
+        (lambda: LatestOnly(also=of_another_episode), "the episode has no answer 7"),
         (lambda: LatestOnly(also=wrong_flags), "train_only: 1 flags for an answer of 2 tokens"),
         (lambda: LatestOnly(also=lambda episode, answer: episode.earn(answer, float("inf"))), "the reward is inf"),
         (lambda: Broken(1), "TypeError"),  # type: ignore[call-arg]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from penstock.deadline import deadline
 from penstock.envs.agents import Asked, Conversation, PausableTimeout
 from penstock.envs.calls import EpisodeEnvironment
 from penstock.envs.dialogue import EpisodeFailure, checked, messages_of
@@ -19,6 +21,9 @@ from penstock.model.text_threads import INLINE_CHARACTERS, in_text_thread
 from penstock.ports.environment import Observation
 from penstock.ports.episode_manager import Answer, Outcome
 from penstock.types import StopReason
+
+END_S = 60.0
+"""Time limit for calls to end that a manager has left behind."""
 
 
 class OwnManaged:
@@ -36,6 +41,9 @@ class OwnManaged:
         self._episode, self._environment, self._conversation = episode, environment, conversation
         self._timeout, self._chat = timeout, chat
         self._last: Outcome | None = None
+        self._inside: list[asyncio.Task[Any]] = []
+        """Tasks that wait in a call of this object."""
+        self._is_over = False
         self.raised: BaseException | None = None
         """What the environment, a server or a deadline has raised here; not the manager."""
         self.num_untrained = 0
@@ -48,16 +56,33 @@ class OwnManaged:
             return self._conversation.stop_reason
         return "terminated" if self._last.terminated else "truncated"
 
+    async def close(self) -> None:
+        """Cancel the calls that still run, of tasks that the manager has left behind. Later calls are refused."""
+        self._is_over = True
+        for task in self._inside:
+            task.cancel()
+        while self._inside:
+            async with deadline(END_S, waiter=self._episode.name, resource="its last call", holder="its manager"):
+                await asyncio.sleep(0)
+
     @contextmanager
-    def _noted(self) -> Iterator[None]:
+    def _call(self) -> Iterator[None]:
+        """Note the task that is inside, and what is raised there."""
+        if self._is_over:
+            raise EpisodeFailure("the episode has ended")
+        task = asyncio.current_task()
+        assert task is not None
+        self._inside.append(task)
         try:
             yield
         except BaseException as error:
             self.raised = error
             raise
+        finally:
+            self._inside.remove(task)
 
     async def reset(self) -> tuple[Observation, Mapping[str, Any]]:
-        with self._noted():
+        with self._call():
             return await self._reset()
 
     async def _reset(self) -> tuple[Observation, Mapping[str, Any]]:
@@ -81,7 +106,7 @@ class OwnManaged:
         most = self._episode.settings.max_new_tokens if max_tokens is None else max_tokens
         if most < 1:
             raise EpisodeFailure(f"answer: max_tokens is {most}, expected at least 1")
-        with self._noted():
+        with self._call():
             said = await self._conversation.answer(prompt_ids, most, Asked(asked, settings))
         text = self._chat.decode(said.token_ids, skip_special=True)
         return Answer(
@@ -93,11 +118,12 @@ class OwnManaged:
         )
 
     async def step(self, answer: Answer, action: str | None = None) -> Outcome:
-        with self._noted():
+        turn = self._turn_of(answer)
+        with self._call():
             outcome = await self._step(answer.action if action is None else action)
         if self._episode.scorer is None and outcome.reward is not None:
             is_paid = answer.is_finished or not self._episode.settings.penalize_truncation
-            self._episode.earn(outcome.reward if is_paid else 0.0, turn=answer.turn)
+            self._episode.earn(outcome.reward if is_paid else 0.0, turn=turn)
         return outcome
 
     async def _step(self, action: str) -> Outcome:
@@ -112,16 +138,25 @@ class OwnManaged:
         return outcome
 
     def earn(self, answer: Answer, reward: float) -> None:
+        turn = self._turn_of(answer)
         try:
-            self._episode.earn(check_number("the reward", reward), turn=answer.turn)
+            self._episode.earn(check_number("the reward", reward), turn=turn)
         except ValueError as error:
             raise EpisodeFailure(str(error)) from None
 
     def train_only(self, answer: Answer, tokens: Sequence[bool]) -> None:
-        turn = self._episode.turns[answer.turn]
+        turn = self._episode.turns[self._turn_of(answer)]
         if len(tokens) != len(turn.token_ids):
             raise EpisodeFailure(f"train_only: {len(tokens)} flags for an answer of {len(turn.token_ids)} tokens")
         before = 0 if turn.trained is None else turn.trained.count(False)
         trained = [bool(flag) for flag in tokens]
         self.num_untrained += trained.count(False) - before
         self._episode.turns[answer.turn] = replace(turn, trained=trained)
+
+    def _turn_of(self, answer: Answer) -> int:
+        """Return the turn of an answer. Raises `EpisodeFailure` if the episode has ended or has no such turn."""
+        if self._is_over:
+            raise EpisodeFailure("the episode has ended")
+        if not 0 <= answer.turn < len(self._episode.turns):
+            raise EpisodeFailure(f"the episode has no answer {answer.turn}")
+        return answer.turn

@@ -255,6 +255,8 @@ class EnvManager:
             except Exception:
                 if not conversation.over:
                     raise
+            finally:
+                await played.close()
             if not episode.turns:
                 raise EpisodeFailure(conversation.over or f"{name}.play asked the policy for no answer")
             self._num_masked += played.num_untrained
