@@ -23,6 +23,7 @@ from penstock.samples import (
     VersionSpan,
     parent_of,
     path_to,
+    place_of,
 )
 from penstock.types import NO_VERSION, EpisodeId, FinishReason
 
@@ -230,6 +231,29 @@ def test_saved_branches_come_back(whole: Trajectory) -> None:
     if whole.turns[-1].token_ids:
         assert fields(again.flatten()) == fields(whole.flatten())
         assert sorted(trained(again.formulate("step"))) == sorted(trained(whole.formulate("step")))
+
+
+@given(data=st.data())
+def test_a_saved_tree_keeps_its_parents(data: st.DataObject) -> None:
+    """Whatever contexts repeat others: the parents are found as they were at first."""
+    turns: list[Turn] = []
+    continued: dict[int, list[int]] = {}
+    for index in range(data.draw(st.integers(1, 6))):
+        earlier = data.draw(st.sampled_from([ROOT, *range(index)]))
+        context = [token for at in path_to(turns, earlier) for token in turns[at].observation_ids + turns[at].token_ids]
+        prompt = context + data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=2))
+        parent, known = place_of(prompt, turns, continued)
+        said = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=2))
+        span = VersionSpan(0, 0, len(said))
+        part = Segment(token_ids=said, logprobs=[-1.0] * len(said), spans=[span], finish_reason="stop")
+        turns.append(Turn(observation_ids=prompt[known:], segments=[part], parent=parent))
+        continued.setdefault(parent, []).append(index)
+    credits = [Credit(float(n)) for n in range(sum(turn.parent == ROOT for turn in turns))]
+    episode = EpisodeId("train", 0, 0, 0)
+    whole = Trajectory(episode=episode, task_id="t", turns=turns, reward=1.0, status="completed", credits=credits)
+    again = Trajectory.unflatten(whole.formulate("branches"), episode=episode, task_id="t", ended=True)
+    assert [parent_of(again.turns, n) for n in range(len(turns))] == [turn.parent for turn in turns]
+    assert list(again.credits) == credits
 
 
 def test_equal_answers_to_one_question_stay_two() -> None:

@@ -239,14 +239,17 @@ class Trajectory:
         `info` and `metrics`."""
         sample, turns, continued = samples[-1], dict[int, Turn](), dict[int, list[int]]()
         numbers = {turn: number for number, turn in enumerate(sorted(each.turn for s in samples for each in s.turns))}
-        for each in samples:
-            before = each.token_ids[: each.turns[0].start].tolist() if each.turns else []
-            parent, seen = place_of(before, turns, continued)
-            for place in each.turns:
-                number = numbers[place.turn]
-                turns[number] = _turn(each, place, observed_from=seen, parent=None if parent == number - 1 else parent)
-                continued.setdefault(parent, []).append(number)
-                parent, seen = number, place.end
+        latest: dict[int, TrainedTurn] = {}
+        """The latest turn of each sample that was added."""
+        for place, which in sorted((place, which) for which, each in enumerate(samples) for place in each.turns):
+            each, number = samples[which], numbers[place.turn]
+            if which in latest:
+                parent, seen = numbers[latest[which].turn], latest[which].end
+            else:
+                parent, seen = place_of(each.token_ids[: place.start].tolist(), turns, continued)
+            turns[number] = _turn(each, place, observed_from=seen, parent=None if parent == number - 1 else parent)
+            continued.setdefault(parent, []).append(number)
+            latest[which] = place
         status: TrajectoryStatus = "aborted" if not ended else "truncated" if sample.truncated else "completed"
         if status == "completed" and turns and (segments := turns[max(turns)].segments):
             segments[-1] = replace(segments[-1], finish_reason="stop")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from scripted_policy import ScriptedPolicy
 from test_manager import Always
 
 from penstock.config import Config, ConfigError, load_config
+from penstock.envs.calls import EpisodeEnvironment
 from penstock.envs.demonstrations import demonstrations
 from penstock.envs.guess_number import GuessNumber
 from penstock.envs.manager import EnvManager
@@ -41,6 +43,8 @@ class Counting:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._num_steps += 1
+        if action == "lose":
+            raise RuntimeError("lost")
         return str(self._num_steps), 1.0, action == "end", False, {"state": self._num_steps}
 
 
@@ -171,10 +175,77 @@ class Idle:
         await episode.reset()
 
 
+class IgnoresFaults:
+    """What the environment raises is lost on it."""
+
+    async def play(self, episode: ManagedEpisode) -> None:
+        await episode.reset()
+        answer = await episode.answer([{"role": "user", "content": "0"}])
+        with suppress(Exception):
+            await episode.step(answer, "lose")
+
+
+class Careless:
+    """It fails after it was told that no turn is left."""
+
+    async def play(self, episode: ManagedEpisode) -> None:
+        observation, _ = await episode.reset()
+        try:
+            while True:
+                await episode.answer([{"role": "user", "content": str(observation)}])
+        except Exception:
+            raise KeyError("after the last turn") from None
+
+
+class Long:
+    async def play(self, episode: ManagedEpisode) -> None:
+        await episode.answer([{"role": "user", "content": "x" * 99_999}])
+
+
 class Broken:
     async def play(self, episode: ManagedEpisode) -> None:
         await episode.reset()
         raise KeyError("notes")
+
+
+def test_a_reset_twice_takes_one_process(chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[EpisodeEnvironment] = []
+
+    async def enter(self: EpisodeEnvironment) -> None:
+        entered.append(self)
+
+    class Twice:
+        async def play(self, episode: ManagedEpisode) -> None:
+            await episode.reset()
+            await LatestOnly().play(episode)
+
+    monkeypatch.setattr(EpisodeEnvironment, "enter", enter)
+    trajectory, _ = play(chat, ["end"], Twice)
+    assert (trajectory.reward, trajectory.error, len(entered)) == (1.0, None, 1)
+
+
+async def test_a_manager_that_never_gives_up_holds_up_no_other(chat: ChatTokenizer) -> None:
+    class TriesForEver:
+        async def play(self, episode: ManagedEpisode) -> None:
+            await episode.reset()
+            while True:
+                with suppress(Exception):
+                    await episode.answer([{"role": "user", "content": "again"}])
+
+    tree = {"env": {"max_turns": 1, "manager": "m.py:M"}, "model": {"max_context": 96}}
+    policy = ScriptedPolicy([[*chat.encode("a"), chat.eos_ids[0]]])
+    played = EnvManager(
+        Config.model_validate(tree),
+        make=Counting,
+        policy=policy,
+        grants=Always(),
+        chat=chat,
+        managers={"m.py:M": TriesForEver},
+    )
+    ended: list[Trajectory] = []
+    work = leased(range(1), max_tokens=8, sampling=Sampling(max_new_tokens=8), deadline_s=0.2)
+    await played.play(work, lambda trajectory, text: ended.append(trajectory))
+    assert ended[0].status == "failed" and "Stalled" in (ended[0].error or "")
 
 
 def of_another_episode(episode: ManagedEpisode, answer: Answer) -> None:
@@ -190,7 +261,10 @@ def wrong_flags(episode: ManagedEpisode, answer: Answer) -> None:
     [
         (Idle, "m.py:M.play asked the policy for no answer"),
         (Broken, "m.py:M.play of t: KeyError: 'notes'"),
-        (lambda: LatestOnly(also=of_another_episode), "the episode has no answer 7"),
+        (lambda: LatestOnly(also=of_another_episode), "answer 7 is none that this episode has given"),
+        (IgnoresFaults, "Counting.step of t: RuntimeError: lost"),
+        (Careless, "KeyError: 'after the last turn'"),
+        (Long, "has 99999 characters, and model.max_context has room for"),
         (lambda: LatestOnly(also=wrong_flags), "train_only: 1 flags for an answer of 2 tokens"),
         (lambda: LatestOnly(also=lambda episode, answer: episode.earn(answer, float("inf"))), "the reward is inf"),
         (lambda: Broken(1), "TypeError"),  # type: ignore[call-arg]

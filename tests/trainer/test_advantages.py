@@ -200,6 +200,25 @@ def test_turns_that_were_dropped_still_count() -> None:
     assert first == pytest.approx([0.25, 0.5])
 
 
+def test_turns_that_are_not_trained_have_earned_their_rewards_before() -> None:
+    """What a dropped sample has earned does not count later, and its turn keeps its place."""
+    first, later = played(0, [(5.0, 1)]), played(0, [(1.0, 2), (0.0, 3)], first=1)
+    parts = [dataclasses.replace(each, reward=6.0) for each in (first, later)]
+    other = played(1, [(0.0, 1), (3.0, 2), (0.0, 3)])
+    found = advantages([parts[1], other], plain("turn", discount=1.0), dropped=parts[:1])
+    assert of_turns(found) == [[-1.0, 0.0], [0.0, 1.0, 0.0]]
+    assert token_rewards([parts[1]], dropped=parts[:1])[0].sum() == 1.0
+
+
+def test_a_critic_sees_the_rewards_of_branches_in_between() -> None:
+    """Turns 0 and 2 are one branch, 1 and 3 another."""
+    turns = [TrainedTurn(0, 1, 3, 0.0, 1), TrainedTurn(2, 4, 6, 1.0, 2)]
+    one = dataclasses.replace(played(0, [(0.0, 1), (1.0, 2)]), turns=turns, reward=6.0)
+    turns = [TrainedTurn(1, 1, 3, 5.0, 1), TrainedTurn(3, 4, 6, 0.0, 2)]
+    other = dataclasses.replace(played(0, [(5.0, 1), (0.0, 2)]), turns=turns, reward=6.0)
+    assert [each.tolist() for each in token_rewards([one, other])] == [[0, 0, 5, 0, 0, 1], [0, 0, 6, 0, 0, 0]]
+
+
 # --- conversations ----------------------------------------------------------------------------------------------------
 
 

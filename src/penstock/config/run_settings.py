@@ -319,6 +319,11 @@ class Config(Section):
                 f"trainer.advantages {self.trainer.advantages.name} learns from episodes of equal rewards too, which "
                 "scheduler.group_filter zero_variance drops: set it to []"
             )
+        if self.trainer.advantages.are_of_turns and self.env.formulation == "trajectory":
+            yield (
+                f"trainer.advantages {self.trainer.advantages.name} compares all turns, and env.formulation trajectory "
+                "leaves some out: use branches or step"
+            )
         if self.env.formulation == "step" and (self.trainer.critic or "samples" in self.trainer.scale_learning_rate):
             yield (
                 "env.formulation step shares a group's advantages among turns and makes as many samples as there are "

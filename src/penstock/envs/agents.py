@@ -298,6 +298,8 @@ class PausableTimeout:
         self._seconds, self._waiter = seconds, waiter
         self._timer: asyncio.Timeout | None = None
         """None before and after the play."""
+        self._num_pauses, self._left = 0, 0.0
+        """Waits that overlap, and the seconds that were left when the first of them began."""
 
     async def run(self, play: Awaitable[T]) -> T:
         """Return the result of `play`. Raises `Stalled` when the time is up."""
@@ -312,16 +314,16 @@ class PausableTimeout:
     async def paused(self, waiting: Awaitable[T]) -> T:
         """Return the result of `waiting`. The clock is paused meanwhile."""
         now = asyncio.get_running_loop().time
-        when = self._timer.when() if self._timer is not None else None
-        if self._timer is None or when is None:
-            return await waiting
-        left = when - now()
-        self._timer.reschedule(None)
+        if self._timer is not None and not self._num_pauses:
+            self._left = (self._timer.when() or now()) - now()
+            self._timer.reschedule(None)
+        self._num_pauses += 1
         try:
             return await waiting
         finally:
-            if self._timer is not None:
-                self._timer.reschedule(now() + left)
+            self._num_pauses -= 1
+            if self._timer is not None and not self._num_pauses:
+                self._timer.reschedule(now() + self._left)
 
 
 def _repeats(asked: Sequence[Message], settings: Mapping[str, Any], said: Said) -> bool:

@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from penstock.config import ConfigError
@@ -151,8 +150,10 @@ class _Show:
             async with deadline(MANAGED_S, waiter=task.task_id, resource="its demonstration", holder=name):
                 await manager.play(shown)
 
-        with suppress(Over):
+        try:
             asyncio.run(play())
+        except* Over:
+            pass  # the manager asked for more turns than there are
         return shown.examples
 
 
@@ -171,11 +172,13 @@ class _Managed:
     async def answer(
         self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, **settings: Any
     ) -> Answer:
+        await asyncio.sleep(0)  # a manager that tries again and again must not keep the deadline from coming
         if len(self.examples) == self.max_turns:
             raise Over("max_turns", "the demonstration has used its turns")
         show = self._show
-        show.check(text_of(messages), 0)
-        prompt_ids = show.chat.prompt(messages, **show.style.settings | settings)
+        asked = messages_of(checked(list(messages)))
+        show.check(text_of(asked), 0)
+        prompt_ids = show.chat.prompt(asked, **show.style.settings | settings)
         text, token_ids = show.act()
         show.check("", len(prompt_ids) + len(token_ids))
         self.examples.append((prompt_ids + token_ids, [0] * len(prompt_ids) + [1] * len(token_ids)))

@@ -120,6 +120,12 @@ def text_of(observation: Observation) -> str:
     return observation if isinstance(observation, str) else "\n".join(str(each["content"]) for each in observation)
 
 
+def num_characters(messages: Sequence[Message]) -> int:
+    """Return the number of characters of messages, without their roles."""
+    values = (value for each in messages for name, value in each.items() if name != "role")
+    return sum(len(value if isinstance(value, str) else repr(value)) for value in values)
+
+
 def _check_tool(where: str, tool: object) -> None:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from penstock.deadline import deadline
-from penstock.envs.agents import Asked, Conversation, PausableTimeout
+from penstock.envs.agents import Asked, Conversation, Over, PausableTimeout
 from penstock.envs.calls import EpisodeEnvironment
-from penstock.envs.dialogue import EpisodeFailure, checked, messages_of
+from penstock.envs.dialogue import EpisodeFailure, checked, messages_of, num_characters
 from penstock.envs.episode import Episode, spending
 from penstock.envs.rewards.reward import check_number
 from penstock.model.answer_format import LAST_TOKENS
@@ -43,7 +43,13 @@ class OwnManaged:
         self._last: Outcome | None = None
         self._inside: list[asyncio.Task[Any]] = []
         """Tasks that wait in a call of this object."""
-        self._is_over = False
+        self._is_empty = asyncio.Event()
+        self._is_over = self._has_entered = False
+        self._given: dict[int, Answer] = {}
+        """Answers by their turns."""
+        self.env_error: Exception | None = None
+        """What the environment has raised, or a deadline while it worked: it cannot go on, whatever the manager
+        does."""
         self.raised: BaseException | None = None
         """What the environment, a server or a deadline has raised here; not the manager."""
         self.num_untrained = 0
@@ -56,23 +62,36 @@ class OwnManaged:
             return self._conversation.stop_reason
         return "terminated" if self._last.terminated else "truncated"
 
+    @asynccontextmanager
+    async def _working(self, holder: str, resource: str) -> AsyncIterator[None]:
+        """Charge the environment's time to the episode, and note that it failed."""
+        try:
+            async with spending([self._episode], resource=resource, holder=holder):
+                yield
+        except Exception as error:
+            self.env_error = error
+            raise
+
     async def close(self) -> None:
         """Cancel the calls that still run, of tasks that the manager has left behind. Later calls are refused."""
         self._is_over = True
         for task in self._inside:
             task.cancel()
-        while self._inside:
+        if self._inside:
             async with deadline(END_S, waiter=self._episode.name, resource="its last call", holder="its manager"):
-                await asyncio.sleep(0)
+                await self._is_empty.wait()
 
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        """Note the task that is inside, and what is raised there."""
+    @asynccontextmanager
+    async def _call(self) -> AsyncIterator[None]:
+        """Note the task that is inside, and what is raised there. Let others run first: a manager that tries again and
+        again must not hold up the worker."""
+        await asyncio.sleep(0)
         if self._is_over:
             raise EpisodeFailure("the episode has ended")
         task = asyncio.current_task()
         assert task is not None
         self._inside.append(task)
+        self._is_empty.clear()
         try:
             yield
         except BaseException as error:
@@ -80,17 +99,21 @@ class OwnManaged:
             raise
         finally:
             self._inside.remove(task)
+            if not self._inside:
+                self._is_empty.set()
 
     async def reset(self) -> tuple[Observation, Mapping[str, Any]]:
-        with self._call():
+        async with self._call():
             return await self._reset()
 
     async def _reset(self) -> tuple[Observation, Mapping[str, Any]]:
-        await self._timeout.paused(self._environment.enter())
+        if not self._has_entered:
+            self._has_entered = True
+            await self._timeout.paused(self._environment.enter())
         async with AsyncExitStack() as stack:
             await self._timeout.paused(stack.enter_async_context(self._environment.slot()))
             holder = self._environment.holder("reset")
-            async with spending([self._episode], resource="its first observation", holder=holder):
+            async with self._working(holder, "its first observation"):
                 observation, info = await self._environment.reset(self.seed)
         self._episode.hear(info)
         return observation, info
@@ -101,25 +124,32 @@ class OwnManaged:
         asked = messages_of(checked(list(messages)))
         settings = self._environment.style.settings | settings
         render = partial(self._conversation.prompt, asked, **settings)
-        is_short = sum(len(str(each["content"])) for each in asked) <= INLINE_CHARACTERS
-        prompt_ids = render() if is_short else await in_text_thread(render, waiter=self._episode.name)
+        size, limit = num_characters([*asked, settings]), self._conversation.max_context * self._chat.longest_token
         most = self._episode.settings.max_new_tokens if max_tokens is None else max_tokens
         if most < 1:
             raise EpisodeFailure(f"answer: max_tokens is {most}, expected at least 1")
-        with self._call():
+        async with self._call():
+            if size > limit:  # making its tokens would take long
+                message = f"the prompt has {size} characters, and model.max_context has room for {limit}"
+                self._conversation.exceeded(message)
+                raise Over("max_length", message)
+            is_short = size <= INLINE_CHARACTERS
+            prompt_ids = render() if is_short else await in_text_thread(render, waiter=self._episode.name)
             said = await self._conversation.answer(prompt_ids, most, Asked(asked, settings))
         text = self._chat.decode(said.token_ids, skip_special=True)
-        return Answer(
+        answer = Answer(
             turn=len(self._episode.turns) - 1,
             text=text,
             action=self._environment.style.action(self._chat, text, prompt_ids[-LAST_TOKENS:]),
             token_ids=said.token_ids,
             is_finished=not self._conversation.cut,
         )
+        self._given[answer.turn] = answer
+        return answer
 
     async def step(self, answer: Answer, action: str | None = None) -> Outcome:
         turn = self._turn_of(answer)
-        with self._call():
+        async with self._call():
             outcome = await self._step(answer.action if action is None else action)
         if self._episode.scorer is None and outcome.reward is not None:
             is_paid = answer.is_finished or not self._episode.settings.penalize_truncation
@@ -130,7 +160,7 @@ class OwnManaged:
         async with AsyncExitStack() as stack:
             await self._timeout.paused(stack.enter_async_context(self._environment.slot()))
             holder = self._environment.holder("step")
-            async with spending([self._episode], resource="its next observation", holder=holder):
+            async with self._working(holder, "its next observation"):
                 outcome = self._last = await self._environment.step(action)
         self._episode.hear(outcome.info)
         if self._episode.scorer is None and outcome.reward is None:
@@ -154,9 +184,9 @@ class OwnManaged:
         self._episode.turns[answer.turn] = replace(turn, trained=trained)
 
     def _turn_of(self, answer: Answer) -> int:
-        """Return the turn of an answer. Raises `EpisodeFailure` if the episode has ended or has no such turn."""
+        """Return the turn of an answer. Raises `EpisodeFailure` if the episode has ended, or has not given it."""
         if self._is_over:
             raise EpisodeFailure("the episode has ended")
-        if not 0 <= answer.turn < len(self._episode.turns):
-            raise EpisodeFailure(f"the episode has no answer {answer.turn}")
+        if self._given.get(answer.turn) is not answer:
+            raise EpisodeFailure(f"answer {answer.turn} is none that this episode has given")
         return answer.turn

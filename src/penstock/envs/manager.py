@@ -26,9 +26,10 @@ from typing import Protocol
 import msgspec
 
 from penstock.config import Config
-from penstock.envs.agents import Conversation, Gateway, PausableTimeout
+from penstock.config.secret_settings import resolved
+from penstock.envs.agents import Conversation, Gateway, Over, PausableTimeout
 from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment, blamed
-from penstock.envs.dialogue import EpisodeFailure, Message, PromptTooLong, messages_of, text_of
+from penstock.envs.dialogue import EpisodeFailure, Message, PromptTooLong, messages_of, num_characters, text_of
 from penstock.envs.episode import Episode, answering, contained_together, spending
 from penstock.envs.exception_location import LoggedOnce, OnError
 from penstock.envs.managed import OwnManaged
@@ -248,19 +249,21 @@ class EnvManager:
             async def play() -> None:
                 where, on_error = f"{name}.play of {episode.task.task_id}", partial(self._on_error, f"{name}.play")
                 with blamed(where, on_error, is_ours=lambda error: error is played.raised):
-                    await self._managers[name](**episode.settings.manager_options).play(played)
+                    options = resolved(episode.settings.manager_options, "env.manager_options")
+                    await self._managers[name](**options).play(played)
 
             try:
                 await timeout.run(play())
-            except Exception:
-                if not conversation.over:
-                    raise
+            except* Over:
+                pass  # a manager may raise when it is told that no turn or token is left
             finally:
                 await played.close()
+                self._num_masked += played.num_untrained
+                self._num_unread += conversation.num_unread
+            if played.env_error is not None:
+                raise played.env_error
             if not episode.turns:
                 raise EpisodeFailure(conversation.over or f"{name}.play asked the policy for no answer")
-            self._num_masked += played.num_untrained
-            self._num_unread += conversation.num_unread
             episode.stop(played.stop_reason)
             await self._score(episode, finished=not conversation.cut)
 
@@ -347,7 +350,7 @@ class EnvManager:
         episode.hear(info)
 
     async def _prompt(self, episode: Episode) -> list[int]:
-        size = _num_characters(episode.opening)
+        size = num_characters(episode.opening)
         if size > self._max_characters:  # tokenising it would hold up all other episodes
             raise PromptTooLong(f"prompt_too_long: {size} characters exceed model.max_context {self._max_context}")
         prompt_ids = await self._tokens(self._chat.prompt, episode.opening, episode)
@@ -362,7 +365,7 @@ class EnvManager:
         """Return what `convert` makes of an observation. A long one must not hold up the other episodes."""
         assert episode.environment is not None
         render = partial(convert, messages, **episode.environment.style.settings)
-        is_short = _num_characters(messages) <= INLINE_CHARACTERS
+        is_short = num_characters(messages) <= INLINE_CHARACTERS
         return render() if is_short else await in_text_thread(render, waiter=episode.name)
 
     async def _play(self, episode: Episode, environment: EpisodeEnvironment, segment: Segment) -> None:
@@ -414,7 +417,7 @@ class EnvManager:
             return "max_turns"
         observed = outcome.observation
         messages = messages_of(episode.news(observed) if isinstance(observed, str) else observed)
-        if _num_characters(messages) > self._max_characters:
+        if num_characters(messages) > self._max_characters:
             return "max_length"
         continuation = partial(self._chat.continuation, ended=finished)
         observation_ids = await self._tokens(continuation, messages, episode)
@@ -432,7 +435,10 @@ class EnvManager:
     async def _score(self, episode: Episode, *, finished: bool) -> None:
         """Compute the reward of the whole episode, if `env.reward` is set. Only this episode waits for it."""
         scorer = episode.scorer
-        if scorer is None or (episode.settings.penalize_truncation and not finished):
+        if scorer is None:
+            return
+        if episode.settings.penalize_truncation and not finished:
+            episode.reward = 0.0
             return
         self._grants.generated(episode.lease.episode, num_tokens=episode.num_tokens)
         now = asyncio.get_running_loop().time
@@ -458,9 +464,3 @@ class EnvManager:
             async with spending([episode], **ANSWER):
                 (segment,) = await self._policy.generate(episode.context, grants, episode.sampling, seeds)
         return segment
-
-
-def _num_characters(messages: Sequence[Message]) -> int:
-    """Return the number of characters of messages, without their roles."""
-    values = (value for each in messages for name, value in each.items() if name != "role")
-    return sum(len(value if isinstance(value, str) else repr(value)) for value in values)

@@ -80,6 +80,7 @@ def check_environment(key: str, settings: EnvironmentConfig) -> None:
         if not file:
             raise ConfigError(f"{key}.manager {settings.manager!r}: write file.py:Class or package.module:Class")
         check_exists(f"{key}.manager", settings.manager, file)
+        resolved(settings.manager_options, f"{key}.manager_options")
         check_written(f"{key}.manager_options", (file, class_name), settings.manager_options, num_given=0)
     if settings.reward is not None:
         check_reward(f"{key}.reward_options", settings.reward, settings.reward_options)

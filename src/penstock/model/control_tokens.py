@@ -97,7 +97,8 @@ class ControlTokens:
         seen = Strings(self._keys, self._finder(self._all, found), self._finder(self._unspoken, found))
         if (written := _written(settings)) is None or written != self._harmless:
             seen.settings(settings)
-            self._harmless = self._harmless if found else written
+            if not found and written is not None and msgspec.json.decode(written) == settings:
+                self._harmless = written  # all strings of such settings have been visited
         for message in messages:
             seen.message(message)
         if not found:

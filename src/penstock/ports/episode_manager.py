@@ -13,8 +13,8 @@
                 observation = outcome.observation
 
 The setting `env.manager` names the class. Each episode gets an object of its own, `Class(**env.manager_options)`, on
-the worker's event loop. Leases, grants, deadlines and the recording of tokens stay with the worker: whatever a manager
-does or raises, the lease ends in exactly one trajectory.
+the worker's event loop. Leases, grants, deadlines and the recording of tokens stay with the worker. Whatever a manager
+raises, the lease ends in exactly one trajectory. A manager must let its cancellation pass, and may not block.
 """
 
 from __future__ import annotations

@@ -128,6 +128,8 @@ class PartialRollouts:
         pieces: list[Sample] = []
         for ref in reversed(refs):
             samples = self._pool.payloads.read(ref)
+            if any(sample.loss_mask.any() and not sample.turns for sample in samples):
+                raise PayloadError("an older version of penstock has saved it")
             if len(samples) > 1:
                 return list(samples)
             if not samples or not len(samples[0].loss_mask):

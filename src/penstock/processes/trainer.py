@@ -20,6 +20,7 @@ from typing import Any, Literal
 from transformers.utils.logging import disable_progress_bar
 
 from penstock.config import Config, load_config
+from penstock.config.secret_settings import resolved
 from penstock.control import messages
 from penstock.control.bus import Peer
 from penstock.control.messages import AnyMessage
@@ -263,7 +264,9 @@ class TrainerProcess(Member):
 
         def manager(task: Task) -> EpisodeManager | None:
             settings = environments.of_task(task)
-            return None if settings.manager is None else managers[settings.manager](**settings.manager_options)
+            if settings.manager is None:
+                return None
+            return managers[settings.manager](**resolved(settings.manager_options, "env.manager_options"))
 
         source = open_tasks(config, seed=config.seed + 1)
         for example in demonstrations(

@@ -15,6 +15,7 @@ first form is that of Dr. GRPO (arXiv 2503.20783).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
@@ -32,13 +33,16 @@ EPSILON = 1e-6
 """Keeps the division finite where rewards barely differ."""
 
 
-def advantages(samples: Sequence[Sample], settings: AdvantagesConfig) -> Floats | list[Floats]:
-    """Return the advantage of each sample, [n], or of each token: n arrays, 0 outside the actions of trained turns."""
+def advantages(
+    samples: Sequence[Sample], settings: AdvantagesConfig, dropped: Sequence[Sample] = ()
+) -> Floats | list[Floats]:
+    """Return the advantage of each sample, [n], or of each token: n arrays, 0 outside the actions of trained turns.
+    `dropped`: samples that are not trained, and not compared. Their turns have earned rewards all the same."""
     of_units = _advantages_of_units(samples, normalize=settings.normalize)
     if not settings.are_of_turns:
         return of_units
     per_token = [np.zeros(len(sample.token_ids), dtype=np.float32) for sample in samples]
-    of_turns = _advantages_of_turns(samples, settings)
+    of_turns = _advantages_of_turns(samples, settings, dropped)
     for sample, values, of_unit in zip(samples, per_token, of_units, strict=True):
         for turn in sample.turns:
             own = of_turns[_unit(sample), turn.turn]
@@ -46,20 +50,23 @@ def advantages(samples: Sequence[Sample], settings: AdvantagesConfig) -> Floats 
     return per_token
 
 
-def token_rewards(samples: Sequence[Sample]) -> list[Floats]:
+def token_rewards(samples: Sequence[Sample], dropped: Sequence[Sample] = ()) -> list[Floats]:
     """Return what each sample earns at its tokens, n arrays, for a critic.
 
-    The reward of a turn counts at the last sampled token of its action. What the unit earns after the last turn of the
-    sample counts at the sample's last sampled token.
+    The reward of a turn counts at the last sampled token up to the end of its action. Rewards of turns in other samples
+    of the unit count at the latest turn of this sample that was played before; those before its first turn do not
+    count.
     """
-    turns, found = _turns_of_units(samples), []
+    turns, found = _turns_of_units([*samples, *dropped]), []
     for sample in samples:
         values, sampled = np.zeros(len(sample.token_ids), dtype=np.float64), np.flatnonzero(sample.loss_mask)
-        for turn in sample.turns:
-            values[sampled[max(int(np.searchsorted(sampled, turn.end)) - 1, 0)]] += turn.reward
-        last = max((turn.turn for turn in sample.turns), default=-1)
-        before = sum(turn.reward for turn in turns[_unit(sample)] if turn.turn <= last)
-        values[sampled[-1]] += _reward(sample) - before
+        numbers, of_unit = [turn.turn for turn in sample.turns], turns[_unit(sample)]
+        for turn in of_unit:
+            latest = bisect_right(numbers, turn.turn) - 1
+            place = int(np.searchsorted(sampled, sample.turns[latest].end)) - 1 if latest >= 0 else -1
+            if place >= 0:
+                values[sampled[place]] += turn.reward
+        values[sampled[-1]] += _reward(sample) - sum(turn.reward for turn in of_unit)
         found.append(values.astype(np.float32))
     return found
 
@@ -86,21 +93,25 @@ def _advantages_of_units(samples: Sequence[Sample], *, normalize: bool) -> Float
     return group_advantages(rewards, _numbered(compared), normalize=normalize)[places]
 
 
-def _advantages_of_turns(samples: Sequence[Sample], settings: AdvantagesConfig) -> dict[tuple[Unit, int], float]:
-    """Return the advantage of each turn by its return alone."""
+def _advantages_of_turns(
+    samples: Sequence[Sample], settings: AdvantagesConfig, dropped: Sequence[Sample]
+) -> dict[tuple[Unit, int], float]:
+    """Return the advantage of each turn of `samples` by its return alone."""
     sample_of = {_unit(sample): sample for sample in samples}
+    kept = {(_unit(sample), turn.turn) for sample in samples for turn in sample.turns}
     keys: list[tuple[Unit, int]] = []
     returns: list[float] = []
     compared: list[Hashable] = []
-    for unit, turns in _turns_of_units(samples).items():
-        one, rewards = sample_of[unit], [turn.reward for turn in turns]
-        for place in reversed(range(len(turns))):
-            is_last = place == len(turns) - 1
-            # what turns of dropped samples have earned counts at the last one that is left
-            later = _reward(one) - sum(rewards[:-1]) if is_last else rewards[place] + settings.discount * returns[-1]
-            keys.append((unit, turns[place].turn))
-            returns.append(later)
-            compared.append((one.group, _role(one), place if settings.name == "turn" else turns[place].state))
+    for unit, turns in _turns_of_units([*samples, *dropped]).items():
+        if (one := sample_of.get(unit)) is None:
+            continue
+        later = _reward(one) - sum(turn.reward for turn in turns)  # 0 but for rounding
+        for place, turn in reversed(list(enumerate(turns))):
+            later = turn.reward + (settings.discount * later if place < len(turns) - 1 else later)
+            if (unit, turn.turn) in kept:
+                keys.append((unit, turn.turn))
+                returns.append(later)
+                compared.append((one.group, _role(one), place if settings.name == "turn" else turn.state))
     found = group_advantages(returns, _numbered(compared), normalize=settings.normalize)
     return dict(zip(keys, found.tolist(), strict=True))
 

@@ -26,6 +26,8 @@ LARGEST_REWARD = 1e12
 Squares of such rewards are finite in float32."""
 
 
+UNTRAINED = ("too_long", "unknown_token", "greedy", "empty", "no_prompt", "nonfinite_logprob", "unknown_version")
+"""Reasons for which a sample cannot be trained, although its rewards are sound."""
 GRPO = AdvantagesConfig()
 
 
@@ -50,7 +52,8 @@ def prepare(
     reasons = [_unusable(sample, max_context, vocab_size) for sample in samples]
     kept = [sample for sample, reason in zip(samples, reasons, strict=True) if reason is None]
     groups = np.asarray([sample.group for sample in kept], dtype=np.int64)
-    found = advantages(kept, settings)
+    dropped = [sample for sample, reason in zip(samples, reasons, strict=True) if reason in UNTRAINED]
+    found = advantages(kept, settings, dropped)
     columns, values = ({"advantages": found}, {}) if isinstance(found, np.ndarray) else ({}, {"advantages": found})
     batch = Batch(
         columns=columns
@@ -60,7 +63,7 @@ def prepare(
             "early": np.arange(len(kept)) < first_half(groups),
         },
         values=values
-        | ({"token_rewards": token_rewards(kept)} if for_critic else {})
+        | ({"token_rewards": token_rewards(kept, dropped)} if for_critic else {})
         | {name: [getattr(sample, name) for sample in kept] for name in PER_TOKEN}
         | {"versions": [renumbered(sample.versions) for sample in kept]},
     )
