@@ -345,7 +345,7 @@ class Trajectory:
 
 
 class TrainedTurn(NamedTuple):
-    """A turn whose action is trained in a sample."""
+    """One turn of a sample. The learner trains its action."""
 
     turn: int
     """Its index in the episode, in the order in which the turns were played."""

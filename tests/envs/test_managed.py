@@ -17,6 +17,7 @@ from scripted_policy import ScriptedPolicy
 from test_manager import Always
 
 from penstock.config import Config, ConfigError, load_config
+from penstock.envs.agents import PausableTimeout
 from penstock.envs.calls import EpisodeEnvironment
 from penstock.envs.demonstrations import demonstrations
 from penstock.envs.guess_number import GuessNumber
@@ -24,6 +25,7 @@ from penstock.envs.manager import EnvManager
 from penstock.envs.registry import check_environment, environment_maker, managers_of
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.episode_manager import Answer, EpisodeManager, ManagedEpisode
+from penstock.ports.work import Work
 from penstock.samples import Trajectory
 from penstock.simulator.clock import run_virtual
 from penstock.types import Sampling, Task
@@ -65,16 +67,24 @@ class LatestOnly:
             observation = outcome.observation
 
 
+def played_by(
+    chat: ChatTokenizer, answers: list[list[int]], manager: Callable[[], EpisodeManager], **env: Any
+) -> EnvManager:
+    tree = {"env": {"max_turns": 4, "max_new_tokens": 8, "manager": "m.py:M", **env}, "model": {"max_context": 96}}
+    config, policy = Config.model_validate(tree), ScriptedPolicy(answers, policy_version=3)
+    return EnvManager(config, make=Counting, policy=policy, grants=Always(), chat=chat, managers={"m.py:M": manager})
+
+
+def one(deadline_s: float = 20.0) -> Work:
+    return leased(range(1), max_tokens=8, sampling=Sampling(max_new_tokens=8), deadline_s=deadline_s)
+
+
 def play(
     chat: ChatTokenizer, answers: list[str], manager: Callable[[], EpisodeManager], **env: Any
 ) -> tuple[Trajectory, EnvManager]:
-    tree = {"env": {"max_turns": 4, "max_new_tokens": 8, "manager": "m.py:M", **env}, "model": {"max_context": 96}}
-    config = Config.model_validate(tree)
-    policy = ScriptedPolicy([[*chat.encode(answer), chat.eos_ids[0]] for answer in answers], policy_version=3)
-    ended: list[Trajectory] = []
-    played = EnvManager(config, make=Counting, policy=policy, grants=Always(), chat=chat, managers={"m.py:M": manager})
-    work = leased(range(1), max_tokens=8, sampling=Sampling(max_new_tokens=8), deadline_s=20.0)
-    run_virtual(played.play(work, lambda trajectory, text: ended.append(trajectory)))
+    said = [[*chat.encode(answer), chat.eos_ids[0]] for answer in answers]
+    played, ended = played_by(chat, said, manager, **env), list[Trajectory]()
+    run_virtual(played.play(one(), lambda trajectory, text: ended.append(trajectory)))
     (trajectory,) = ended
     return trajectory, played
 
@@ -151,23 +161,31 @@ async def test_calls_that_a_manager_leaves_behind_end_with_its_episode(chat: Cha
             await asyncio.sleep(0)
             await episode.step(answer)
 
-    policy = ScriptedPolicy([[*chat.encode("a"), chat.eos_ids[0]], chat.encode("b" * 8)])
-    tree = {"env": {"max_turns": 4, "max_new_tokens": 8, "manager": "m.py:M"}, "model": {"max_context": 96}}
-    played = EnvManager(
-        Config.model_validate(tree),
-        make=Counting,
-        policy=policy,
-        grants=Always(),
-        chat=chat,
-        managers={"m.py:M": LeavesTasks},
-    )
-    ended: list[Trajectory] = []
-    work = leased(range(1), max_tokens=8, sampling=Sampling(max_new_tokens=8), deadline_s=20.0)
-    await played.play(work, lambda trajectory, text: ended.append(trajectory))
+    answers, ended = [[*chat.encode("a"), chat.eos_ids[0]], chat.encode("b" * 8)], list[Trajectory]()
+    played = played_by(chat, answers, LeavesTasks)
+    await played.play(one(), lambda trajectory, text: ended.append(trajectory))
     is_over.set()
     cut, refused = await asyncio.gather(*late, return_exceptions=True)
     assert isinstance(cut, asyncio.CancelledError) and "the episode has ended" in str(refused)
     assert [chat.decode(turn.token_ids) for turn in ended[0].turns] == ["a"]
+
+
+async def test_the_clock_of_an_episode_stands_while_one_of_its_waits_lasts() -> None:
+    """Two waits overlap. The end of the first one does not start the clock again."""
+    timeout, first, second = PausableTimeout(5.0, waiter="an episode"), asyncio.Event(), asyncio.Event()
+
+    async def waits() -> None:
+        await asyncio.gather(timeout.paused(first.wait()), timeout.paused(second.wait()))
+
+    running = asyncio.create_task(timeout.run(waits()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    first.set()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert timeout._timer is not None and timeout._timer.when() is None
+    second.set()
+    await running
 
 
 class Idle:
@@ -224,27 +242,18 @@ def test_a_reset_twice_takes_one_process(chat: ChatTokenizer, monkeypatch: pytes
     assert (trajectory.reward, trajectory.error, len(entered)) == (1.0, None, 1)
 
 
-async def test_a_manager_that_never_gives_up_holds_up_no_other(chat: ChatTokenizer) -> None:
+@pytest.mark.parametrize("messages", [[{"role": "user", "content": "again"}], []])
+async def test_a_manager_that_never_gives_up_holds_up_no_other(chat: ChatTokenizer, messages: list[Any]) -> None:
     class TriesForEver:
         async def play(self, episode: ManagedEpisode) -> None:
             await episode.reset()
             while True:
                 with suppress(Exception):
-                    await episode.answer([{"role": "user", "content": "again"}])
+                    await episode.answer(messages)
 
-    tree = {"env": {"max_turns": 1, "manager": "m.py:M"}, "model": {"max_context": 96}}
-    policy = ScriptedPolicy([[*chat.encode("a"), chat.eos_ids[0]]])
-    played = EnvManager(
-        Config.model_validate(tree),
-        make=Counting,
-        policy=policy,
-        grants=Always(),
-        chat=chat,
-        managers={"m.py:M": TriesForEver},
-    )
     ended: list[Trajectory] = []
-    work = leased(range(1), max_tokens=8, sampling=Sampling(max_new_tokens=8), deadline_s=0.2)
-    await played.play(work, lambda trajectory, text: ended.append(trajectory))
+    played = played_by(chat, [[*chat.encode("a"), chat.eos_ids[0]]], TriesForEver, max_turns=1)
+    await played.play(one(deadline_s=0.2), lambda trajectory, text: ended.append(trajectory))
     assert ended[0].status == "failed" and "Stalled" in (ended[0].error or "")
 
 

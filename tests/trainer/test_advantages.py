@@ -95,7 +95,7 @@ def played(
     conversation: int = 0,
     first: int = 0,
 ) -> Sample:
-    """A sample whose turns have these (reward, state), with one token of prompt and two of action each."""
+    """A sample with one turn for each (reward, state). Each turn has one token of prompt and two of action."""
     trained = [TrainedTurn(first + i, 3 * i + 1, 3 * i + 3, *turn) for i, turn in enumerate(turns)]
     sampled = [0, 1, 1] * len(turns)
     return Sample(

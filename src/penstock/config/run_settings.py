@@ -68,8 +68,8 @@ class ModelConfig(Section):
     max_context: int = Field(512, ge=8)
     """Longest prompt plus response, in tokens."""
     tool_format: Literal["auto", "deepseek", "glm", "hermes", "llama3", "mistral", "qwen3_coder"] = "auto"
-    """How the model writes calls of tools. `auto`: the format that its chat template shows. Set it for a model whose
-    template shows none, or another one than the model writes."""
+    """Format in which the model calls tools. `auto`: the format that its chat template shows. Set another value if the
+    template shows no format, or if the model writes a different one."""
     tiny: TinyModelConfig = TinyModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
 

@@ -105,7 +105,7 @@ class Conversation:
         """The first messages with which requests were refused, without those for lack of turns or tokens."""
         self.num_refused = 0
         self.num_unread = 0
-        """Number of answers with calls in a format that nobody reads, though tools were offered."""
+        """Number of answers that call a tool in a format that the endpoint does not read."""
         self._overs: set[str] = set()
         self.over: str | None = None
         """Reason why a request was refused for lack of turns or tokens; None if none was refused."""
@@ -298,8 +298,9 @@ class PausableTimeout:
         self._seconds, self._waiter = seconds, waiter
         self._timer: asyncio.Timeout | None = None
         """None before and after the play."""
-        self._num_pauses, self._left = 0, 0.0
-        """Waits that overlap, and the seconds that were left when the first of them began."""
+        self._num_pauses = 0
+        self._left: float | None = None
+        """Seconds that were left when the clock paused. None while it runs."""
 
     async def run(self, play: Awaitable[T]) -> T:
         """Return the result of `play`. Raises `Stalled` when the time is up."""
@@ -314,16 +315,18 @@ class PausableTimeout:
     async def paused(self, waiting: Awaitable[T]) -> T:
         """Return the result of `waiting`. The clock is paused meanwhile."""
         now = asyncio.get_running_loop().time
-        if self._timer is not None and not self._num_pauses:
-            self._left = (self._timer.when() or now()) - now()
+        when = self._timer.when() if self._timer is not None else None
+        if self._timer is not None and when is not None:
+            self._left = when - now()
             self._timer.reschedule(None)
         self._num_pauses += 1
         try:
             return await waiting
         finally:
             self._num_pauses -= 1
-            if self._timer is not None and not self._num_pauses:
+            if self._timer is not None and self._left is not None and not self._num_pauses:
                 self._timer.reschedule(now() + self._left)
+                self._left = None
 
 
 def _repeats(asked: Sequence[Message], settings: Mapping[str, Any], said: Said) -> bool:

@@ -158,7 +158,8 @@ class _Show:
 
 
 class _Managed:
-    """A `ManagedEpisode` in which the expert answers."""
+    """A `ManagedEpisode` in which the expert answers. Each call first lets other tasks run, so that the deadline can
+    end a manager that tries again and again."""
 
     def __init__(self, show: _Show, task: Task) -> None:
         self.task, self.seed, self.max_turns = task, show.seed, show.turns
@@ -166,13 +167,14 @@ class _Managed:
         self._show = show
 
     async def reset(self) -> tuple[Observation, Mapping[str, Any]]:
+        await asyncio.sleep(0)
         observation, info = self._show.env.reset(self.seed)
         return checked(observation), info
 
     async def answer(
         self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, **settings: Any
     ) -> Answer:
-        await asyncio.sleep(0)  # a manager that tries again and again must not keep the deadline from coming
+        await asyncio.sleep(0)
         if len(self.examples) == self.max_turns:
             raise Over("max_turns", "the demonstration has used its turns")
         show = self._show
@@ -187,6 +189,7 @@ class _Managed:
         return Answer(turn=turn, text=text, action=action, token_ids=token_ids, is_finished=True)
 
     async def step(self, answer: Answer, action: str | None = None) -> Outcome:
+        await asyncio.sleep(0)
         return make_outcome(self._show.env.step(answer.action if action is None else action))
 
     def earn(self, answer: Answer, reward: float) -> None:

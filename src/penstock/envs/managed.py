@@ -1,10 +1,13 @@
-"""Episodes whose loop is in the hands of the user's own manager (`ports/episode_manager.py`)."""
+"""Episodes that a manager of the user plays (`ports/episode_manager.py`).
+
+Each call first lets other tasks run. So a manager that tries again and again does not hold up the worker.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -81,11 +84,9 @@ class OwnManaged:
             async with deadline(END_S, waiter=self._episode.name, resource="its last call", holder="its manager"):
                 await self._is_empty.wait()
 
-    @asynccontextmanager
-    async def _call(self) -> AsyncIterator[None]:
-        """Note the task that is inside, and what is raised there. Let others run first: a manager that tries again and
-        again must not hold up the worker."""
-        await asyncio.sleep(0)
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Note the task that is inside, and what is raised there."""
         if self._is_over:
             raise EpisodeFailure("the episode has ended")
         task = asyncio.current_task()
@@ -103,7 +104,8 @@ class OwnManaged:
                 self._is_empty.set()
 
     async def reset(self) -> tuple[Observation, Mapping[str, Any]]:
-        async with self._call():
+        await asyncio.sleep(0)
+        with self._call():
             return await self._reset()
 
     async def _reset(self) -> tuple[Observation, Mapping[str, Any]]:
@@ -121,6 +123,7 @@ class OwnManaged:
     async def answer(
         self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, **settings: Any
     ) -> Answer:
+        await asyncio.sleep(0)
         asked = messages_of(checked(list(messages)))
         settings = self._environment.style.settings | settings
         render = partial(self._conversation.prompt, asked, **settings)
@@ -128,7 +131,7 @@ class OwnManaged:
         most = self._episode.settings.max_new_tokens if max_tokens is None else max_tokens
         if most < 1:
             raise EpisodeFailure(f"answer: max_tokens is {most}, expected at least 1")
-        async with self._call():
+        with self._call():
             if size > limit:  # making its tokens would take long
                 message = f"the prompt has {size} characters, and model.max_context has room for {limit}"
                 self._conversation.exceeded(message)
@@ -148,8 +151,9 @@ class OwnManaged:
         return answer
 
     async def step(self, answer: Answer, action: str | None = None) -> Outcome:
+        await asyncio.sleep(0)
         turn = self._turn_of(answer)
-        async with self._call():
+        with self._call():
             outcome = await self._step(answer.action if action is None else action)
         if self._episode.scorer is None and outcome.reward is not None:
             is_paid = answer.is_finished or not self._episode.settings.penalize_truncation

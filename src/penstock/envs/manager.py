@@ -117,7 +117,7 @@ class EnvManager:
         - `branches` of episodes, without the first one of each.
         - `off_branch_tokens`: sampled tokens that `env.formulation` does not train.
         - `manager_masked_tokens`: sampled tokens that the user's own manager leaves out.
-        - `unread_calls`: answers with calls in a format that nobody reads, though tools were offered.
+        - `unread_calls`: answers that call a tool in a format that the worker does not read.
         - `refused_requests` of agents.
         """
         own: dict[str, float] = {

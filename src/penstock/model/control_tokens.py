@@ -23,7 +23,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from penstock.model.chat_template import ChatTemplate
@@ -86,21 +85,14 @@ class ControlTokens:
         self._tokenizer = tokenizer
         normalizes = any(added[number].normalized for number in self._tokens)
         self._normalizer = tokenizer.normalizer if normalizes else None
-        self._harmless: bytes | None = None
-        """The latest settings whose text cannot spell a control token: an agent offers the same tools in each
-        request."""
 
     def disguised(self, messages: Sequence[Message], settings: Message) -> tuple[Sequence[Message], Message, Real]:
         """Return a conversation with disguised text, and the characters behind it; the conversation itself and no
         characters if no text might spell a control token. Where the template rearranges strings, any text might."""
         found: list[str] = []
-        seen = Strings(self._keys, self._finder(self._all, found), self._finder(self._unspoken, found))
-        if (written := _written(settings)) is None or written != self._harmless:
-            seen.settings(settings)
-            if not found and written is not None and msgspec.json.decode(written) == settings:
-                self._harmless = written  # all strings of such settings have been visited
-        for message in messages:
-            seen.message(message)
+        conversation(
+            messages, settings, Strings(self._keys, self._finder(self._all, found), self._finder(self._unspoken, found))
+        )
         if not found:
             return messages, settings, {}
         disguise = Disguise()
@@ -211,11 +203,3 @@ def _renamed(model: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     if isinstance(model.get("unk_token"), str):
         changed["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     return changed
-
-
-def _written(settings: Message) -> bytes | None:
-    """Return the settings of a template as bytes; None if they cannot be written."""
-    try:
-        return msgspec.json.encode(settings)
-    except (TypeError, ValueError, RecursionError):
-        return None

@@ -51,8 +51,8 @@ COUNTED_BY_WORKERS = (
     "surplus_tokens",
 )
 UNREAD_CALLS = (
-    "the policy calls tools in a format that the chat template does not show, so nobody reads its calls: set "
-    "model.tool_format to the format that it writes"
+    "the policy calls tools in a format that the chat template does not show, so its calls are not read: set "
+    "model.tool_format to the format that the policy writes"
 )
 RESULTS_EVERY_S = 1.0
 """Seconds between two writes of the document of results."""

@@ -61,8 +61,8 @@ class Environment(Protocol):
 
     It may declare `system`, a text that stands before the first observation, and `tools`, as the OpenAI API has them,
     which the chat template shows. With tools its actions are `Action`s. `info["metrics"]` may map names to numbers;
-    `metric_kinds` may name those whose values are to be added (`sum`) or whose largest counts (`max`). `info["state"]`
-    may name the state in which the next action is taken (see `trainer.advantages`).
+    `metric_kinds` says how the values of an episode become one: their sum (`sum`), the largest (`max`), or else their
+    mean. `info["state"]` may name the state in which the next action is taken (see `trainer.advantages`).
     """
 
     def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:

@@ -7,7 +7,6 @@ threads (`model/text_threads.py`). Requests with token ids or short text need no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -71,9 +70,6 @@ class PromptText:
 def has_more_characters(value: object, most: int) -> bool:
     """Return whether a JSON value has more than `most` characters: those of its strings and keys, and one for each
     other value."""
-    with suppress(TypeError, ValueError, RecursionError):  # a value that msgspec cannot write is counted below
-        if len(msgspec.json.encode(value)) <= most:
-            return False  # it has no more characters than bytes
     left, count = [value], 0
     while left and count <= most:
         match left.pop():
