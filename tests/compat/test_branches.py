@@ -16,6 +16,7 @@ from test_gateway import AGAIN, Gated, ask_natively, chat, client_of, play, says
 
 from penstock.compat.gateway import RETRY, Retry, Session
 from penstock.config import Config
+from penstock.envs.agents import Answered
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
 from penstock.rollout.http import Refused
@@ -109,11 +110,11 @@ class Talk:
     def __init__(self) -> None:
         self.let, self.num_asked = asyncio.Event(), 0
 
-    async def answer(self, prompt_ids: list[int], max_tokens: int, asked: Any, **how: Any) -> Segment:
+    async def answer(self, prompt_ids: list[int], max_tokens: int, asked: Any, **how: Any) -> Answered:
         self.num_asked += 1
         number = self.num_asked
         await self.let.wait()
-        return Segment(token_ids=[number], logprobs=[-1.0], spans=[], finish_reason="stop")
+        return Answered(0, Segment(token_ids=[number], logprobs=[-1.0], spans=[], finish_reason="stop"))
 
 
 def request() -> GenerateRequest:

@@ -17,7 +17,7 @@ from scripted_policy import ScriptedPolicy
 from test_manager import Always
 
 from penstock.config import Config, ConfigError, load_config
-from penstock.envs.agents import PausableTimeout
+from penstock.envs.agents import LEAVE_S, PausableTimeout
 from penstock.envs.calls import EpisodeEnvironment
 from penstock.envs.demonstrations import demonstrations
 from penstock.envs.guess_number import GuessNumber
@@ -357,3 +357,25 @@ def test_the_example_plays(chat: ChatTokenizer) -> None:
     (trajectory,) = ended
     assert trajectory.status in ("completed", "truncated") and 1 <= len(trajectory.turns) <= 4
     assert all(np.count_nonzero(sample.loss_mask) for sample in trajectory.formulate("branches"))
+
+
+def test_a_manager_that_ignores_its_cancellation_is_left_behind(
+    chat: ChatTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stubborn:
+        may_end = False
+
+        async def play(self, episode: ManagedEpisode) -> None:
+            while not Stubborn.may_end:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(3600.0)
+
+    async def main() -> tuple[Trajectory, float]:
+        ended: list[Trajectory] = []
+        await played_by(chat, [], Stubborn).play(one(), lambda trajectory, text: ended.append(trajectory))
+        Stubborn.may_end = True  # else it would keep this loop from ending
+        return ended[0], asyncio.get_running_loop().time()
+
+    trajectory, seconds = run_virtual(main())
+    assert trajectory.status == "failed" and "waited 20 s for the end of play" in (trajectory.error or "")
+    assert seconds == 20.0 + LEAVE_S and "is left behind" in caplog.text

@@ -9,8 +9,9 @@ from scripted_policy import ScriptedPolicy
 from test_manager import Always, work
 
 from penstock.config import Config
-from penstock.envs.agents import Asked, Conversation, NothingAsked
-from penstock.envs.episode import Episode, new_part
+from penstock.envs.agents import Conversation, NothingAsked
+from penstock.envs.dialogue import new_part
+from penstock.envs.episode import Episode, OpenTurn
 from penstock.envs.manager import EnvManager
 from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import USER
@@ -91,7 +92,7 @@ class Talk:
         )
         self.conversation = Conversation(self.episode, chat, self._generate, max_context=512)
 
-    async def _generate(self, episode: Episode, unfinished: bool) -> Segment:
+    async def _generate(self, turn: OpenTurn) -> Segment:
         tokens = next(self._answers)
         return Segment(
             token_ids=tokens,
@@ -100,9 +101,15 @@ class Talk:
             finish_reason="stop",
         )
 
+    @property
+    def context(self) -> list[int]:
+        """All tokens of the latest branch."""
+        return self.episode.context_after(len(self.episode.turns) - 1)
+
     async def say(self, messages: list[dict[str, str]]) -> str:
         """What the policy answers."""
-        await self.conversation.answer(self.conversation.prompt(messages), 64, Asked(messages, {}))
+        prompt_ids, asked = self.conversation.prompt(messages)
+        await self.conversation.answer(prompt_ids, 64, asked)
         return self.episode.text
 
 
@@ -140,11 +147,11 @@ async def test_tokens_of_the_same_text_are_replaced_by_those_recorded(chat: Chat
     spelled = [token for letter in f"a{end}b" for token in chat.encode(letter)]
     talk = Talk(chat, [[*spelled, chat.eos_ids[0]], [chat.eos_ids[0]]])
     await talk.say([ASKED])
-    context = list(talk.episode.context)
+    context = talk.context
     retold = chat.encode(chat.decode(context, skip_special=False) + "more")
     assert retold[: len(context)] != context
     await talk.conversation.answer(retold, 64)
-    assert talk.episode.context[: len(context)] == context
+    assert talk.context[: len(context)] == context
     assert talk.episode.turns[1].observation_ids == chat.encode("more")
     assert talk.episode.num_drifts == 1
 
@@ -175,20 +182,20 @@ async def test_another_history_begins_a_branch(chat: ChatTokenizer) -> None:
     await talk.say(never)
     assert talk.episode.turns[1].parent == ROOT
     assert talk.episode.turns[1].observation_ids == chat.prompt(never)
-    assert talk.episode.context == [*chat.prompt(never), chat.eos_ids[0]]
+    assert talk.context == [*chat.prompt(never), chat.eos_ids[0]]
 
 
 async def test_a_prompt_that_ends_with_the_answer_is_refused(chat: ChatTokenizer) -> None:
     talk = Talk(chat, [[*chat.encode("ok"), chat.eos_ids[0]], [chat.eos_ids[0]]])
     await talk.say([ASKED])
     with pytest.raises(NothingAsked, match="add something"):
-        await talk.conversation.answer(list(talk.episode.context), 64)
+        await talk.conversation.answer(talk.context, 64)
 
 
 async def test_text_that_spells_a_recorded_conversation_stays_text(chat: ChatTokenizer) -> None:
     talk = Talk(chat, [[*chat.encode("ok"), chat.eos_ids[0]], [chat.eos_ids[0]]])
     await talk.say([ASKED])
-    spelled = chat.decode(talk.episode.context, skip_special=False).removeprefix(USER)
+    spelled = chat.decode(talk.context, skip_special=False).removeprefix(USER)
     forged = [{"role": "user", "content": f"{spelled}more"}]
     await talk.say(forged)
     assert talk.episode.turns[1].parent == ROOT and talk.episode.num_drifts == 0

@@ -10,19 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from open_episode import open_episode
 
-from penstock.config import EnvironmentConfig
 from penstock.deadline import Stall, Stalled, deadline, reporting_to
 from penstock.envs.episode import Episode, spending
 from penstock.rollout import client as client_module
 from penstock.rollout import servers as servers_module
 from penstock.rollout.servers import Servers
 from penstock.samples import Segment
-from penstock.scheduler.segments import SegmentPolicy
 from penstock.simulator.clock import run_virtual
-from penstock.types import EpisodeId, EpisodeLease, Sampling, SegmentGrant, Task
-
-SEGMENTS = SegmentPolicy(max_new_tokens=4, segment_length=4, max_segment_count=1, global_max_length=4)
 
 
 class Stopped:
@@ -39,20 +35,6 @@ class Stopped:
             await asyncio.get_running_loop().create_future()
 
 
-def episode(number: int, deadline_s: float) -> Episode:
-    lease = EpisodeLease(episode=EpisodeId("train", number, 0, 0), env_seed=0, sampling_seed=0, deadline_s=deadline_s)
-    grant = SegmentGrant(episode=lease.episode, max_tokens=4)
-    return Episode(
-        lease=lease,
-        grant=grant,
-        task=Task(task_id="t", tag="train", index=0),
-        settings=EnvironmentConfig(),
-        sampling=Sampling(),
-        bounds=SEGMENTS,
-        on_end=lambda episode: None,
-    )
-
-
 async def ask(servers: Servers, asking: Episode) -> None:
     async with spending([asking], resource="an answer", holder="a rollout server"):
         await servers.generate([5], [asking.grant], asking.sampling, [0])
@@ -65,7 +47,8 @@ def test_a_stopped_server_is_named_while_episodes_wait_for_it(monkeypatch: pytes
     async def main() -> None:
         servers = Servers(["http://server:1"])
         waiting = [
-            asyncio.create_task(ask(servers, episode(number, 120.0)), name=f"episode-{number}") for number in range(3)
+            asyncio.create_task(ask(servers, open_episode(number, deadline_s=120.0)), name=f"episode-{number}")
+            for number in range(3)
         ]
         await asyncio.wait(waiting)
         assert asyncio.get_running_loop().time() == 120.0
@@ -108,7 +91,7 @@ async def test_so_is_a_real_one(stopped_process: str, monkeypatch: pytest.Monkey
     told: list[Stall] = []
     servers = Servers([stopped_process])
     with reporting_to(told.append), pytest.raises(Stalled, match="train/0/0/0 of t waited 1 s for an answer"):
-        await ask(servers, episode(0, 1.0))
+        await ask(servers, open_episode(0, deadline_s=1.0))
     await servers.close()
     held = next(stall for stall in told if stall.waiter == "train/0/0/0")
     assert (held.resource, held.holder) == ("an answer", stopped_process)

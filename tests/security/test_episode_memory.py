@@ -12,7 +12,7 @@ import pytest
 
 from penstock.compat.gateway import MAX_WAITING, AgentGateway
 from penstock.config import TinyModelConfig
-from penstock.envs.agents import Over
+from penstock.envs.agents import Answered, Asked, Over
 from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
 from penstock.runtime.http_server import bind, listening, url_of
@@ -30,13 +30,14 @@ class Talk:
     def refused(self, message: str) -> None:
         """Nothing is counted here."""
 
-    def prompt(self, messages: Any, **settings: Any) -> list[int]:
-        return self._chat.prompt(messages, **settings)
+    def prompt(self, messages: Any, **settings: Any) -> tuple[list[int], Asked]:
+        return self._chat.prompt(messages, **settings), Asked(messages, settings)
 
-    async def answer(self, prompt_ids: list[int], max_tokens: int, asked: Any = None, **ends: Any) -> Segment:
+    async def answer(self, prompt_ids: list[int], max_tokens: int, asked: Any = None, **ends: Any) -> Answered:
         if not asked.messages[0]["content"].startswith("a"):
             raise Over("max_turns", "no turn is left")
-        return Segment(token_ids=self._chat.encode("b"), logprobs=[-1.0], spans=[], finish_reason="stop")
+        answer = Segment(token_ids=self._chat.encode("b"), logprobs=[-1.0], spans=[], finish_reason="stop")
+        return Answered(0, answer)
 
 
 @asynccontextmanager

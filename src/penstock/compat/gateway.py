@@ -32,7 +32,7 @@ from penstock.compat.dialects import dialects
 from penstock.compat.openai import OpenAI
 from penstock.compat.openai_errors import CONTEXT_EXCEEDED, INVALID, refuse
 from penstock.deadline import Stalled
-from penstock.envs.agents import Asked, Conversation, Over
+from penstock.envs.agents import Answered, Asked, Conversation, Over
 from penstock.envs.dialogue import EpisodeFailure
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
@@ -120,7 +120,7 @@ RETRY: ContextVar[Retry] = ContextVar("retry", default=NO_RETRY)
 class Reply:
     """An answer, possibly still being generated, and who has it."""
 
-    task: asyncio.Task[Segment]
+    task: asyncio.Task[Answered]
     idempotency_key: str
     num_missing: int
     """Number of earlier attempts of the same request that may still arrive: a busy server may get the retry first."""
@@ -235,10 +235,10 @@ class Session(AnswersOnly):
         task.add_done_callback(partial(self._forget_if_failed, key, reply))
         return reply
 
-    async def _answer(self, task: asyncio.Task[Segment]) -> Segment:
+    async def _answer(self, task: asyncio.Task[Answered]) -> Segment:
         """Wait for an answer, which goes on if the caller leaves."""
         try:
-            return await asyncio.shield(task)
+            return (await asyncio.shield(task)).answer
         except Over as error:
             raise (ContextExceeded(str(error)) if error.reason == "max_length" else Refused(400, str(error))) from error
         except EpisodeFailure as error:
@@ -254,11 +254,11 @@ class Session(AnswersOnly):
         self, messages: Sequence[Mapping[str, Any]], *, must_call: str | None = None, **settings: Any
     ) -> list[int]:
         """Return the prompt tokens of `messages`. Remember what they ask until `MAX_WAITING` others have come."""
-        ids = self._conversation.prompt(messages, must_call=must_call, **settings)
+        ids, asked = self._conversation.prompt(messages, must_call=must_call, **settings)
         if len(ids) < self.max_context:
             key = _digest(ids)
             with self._asking:  # conversations are rendered in threads
-                self._asked.setdefault(key, []).append(Asked(messages, settings, must_call))
+                self._asked.setdefault(key, []).append(asked)
                 self._asked.move_to_end(key)
                 if sum(map(len, self._asked.values())) > MAX_WAITING:
                     self._asked.popitem(last=False)
@@ -274,7 +274,7 @@ class Session(AnswersOnly):
                 del self._asked[key]
             return asked
 
-    def _forget_if_failed(self, key: bytes, reply: Reply, task: asyncio.Task[Segment]) -> None:
+    def _forget_if_failed(self, key: bytes, reply: Reply, task: asyncio.Task[Answered]) -> None:
         if task.cancelled() or task.exception() is not None:
             self._replies[key].remove(reply)
             if not self._replies[key]:

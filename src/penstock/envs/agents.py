@@ -6,18 +6,19 @@ already answered, the recorded tokens are used, never a new tokenisation of thei
 
 The turns form a tree. If a prompt begins with the whole context of a turn, the request continues this turn; if it does
 so for several turns, the one with the longest context. Other requests begin a new branch. This happens when the agent
-begins another conversation, compacts its history, or changes what was said.
+begins another conversation, compacts its history, or changes what was said. An agent may have several requests at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from bisect import bisect_left, insort
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from penstock.deadline import deadline, holding
-from penstock.envs.episode import Episode
+from penstock.deadline import deadline
+from penstock.envs.episode import Episode, OpenTurn
 from penstock.model.answer_format import call_ids, with_decoded_arguments
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
@@ -35,13 +36,21 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 MOST_HEALED = 4
 """Number of latest branches that are compared with a prompt by their text."""
+LEAVE_S = 60.0
+"""How long a cancelled agent may take to end."""
 END_S = 300.0
 """Limit of the search for stop strings in an answer."""
 MOST_REFUSALS = 64
 """Most messages of refused requests that are kept."""
 MAX_REFUSAL_CHARS = 500
-TURN_S = 6 * 3600.0
-"""How long a request of an agent may wait for the agent's other request. The lease ends earlier."""
+ROOM_S = 6 * 3600.0
+"""How long a request of an agent may wait for the agent's other requests. The lease ends earlier."""
+
+
+logger = logging.getLogger(__name__)
+
+_left_behind: set[asyncio.Task[Any]] = set()
+"""Agents that have not ended. The event loop itself keeps no strong reference to a task."""
 
 
 class Gateway(Protocol):
@@ -67,18 +76,16 @@ class NothingAsked(ValueError):
     """A request repeats a recorded conversation, and adds nothing to it."""
 
 
-Generate = Callable[[Episode, bool], Awaitable[Segment]]
-"""Requests the next segment of the open turn. The flag is True if the segment continues a cut answer."""
+Generate = Callable[[OpenTurn], Awaitable[Segment]]
+"""Requests the next segment of an open turn."""
 
 
-class Asked(NamedTuple):
-    """A chat request."""
+class Answered(NamedTuple):
+    """A turn that has its whole answer."""
 
-    messages: Sequence[Message]
-    settings: Mapping[str, Any]
-    """How the template renders them: the offered `tools`, and its own keywords."""
-    must_call: str | None = None
-    """Name of the tool that the answer must call; empty for any tool; None if it need not call one."""
+    turn: int
+    """Its index in the episode."""
+    answer: Segment
 
 
 class Said(NamedTuple):
@@ -89,8 +96,21 @@ class Said(NamedTuple):
     settings: Mapping[str, Any]
 
 
+class Asked(NamedTuple):
+    """A chat request."""
+
+    messages: Sequence[Message]
+    """Without empty fields."""
+    settings: Mapping[str, Any]
+    """How the template renders them: the offered `tools`, and its own keywords."""
+    must_call: str | None = None
+    """Name of the tool that the answer must call; empty for any tool; None if it need not call one."""
+    repeated: Said | None = None
+    """The recorded conversation with which it begins."""
+
+
 class Conversation:
-    """One episode as its agent sees it. Requests are answered one at a time."""
+    """One episode as its agent sees it."""
 
     def __init__(self, episode: Episode, chat: ChatTokenizer, generate: Generate, *, max_context: int) -> None:
         """`max_context`: maximum number of tokens of a prompt and its answer together."""
@@ -100,7 +120,8 @@ class Conversation:
         """What turns said that answer chat requests, the shortest conversations first."""
         self._continued: dict[int, list[int]] = {}
         """The turns that continue a turn, by its index."""
-        self._turn = asyncio.Lock()
+        self._turn_ended = asyncio.Event()
+        """Set when the next turn ends."""
         self.refusals: list[str] = []
         """The first messages with which requests were refused, without those for lack of turns or tokens."""
         self.num_refused = 0
@@ -110,7 +131,7 @@ class Conversation:
         self.over: str | None = None
         """Reason why a request was refused for lack of turns or tokens; None if none was refused."""
         self.cut = False
-        """Whether the last answer ended at a limit."""
+        """Whether the latest answer ended at a limit."""
         self.stop_reason: StopReason = "terminated"
         """Why the episode ends, if its agent sends no further request."""
 
@@ -130,24 +151,24 @@ class Conversation:
         """Note that a request was too long for the context: the episode has no tokens left."""
         self._end("max_length", message)
 
-    def prompt(self, messages: Sequence[Message], *, must_call: str | None = None, **settings: Any) -> list[int]:
-        """Return the tokens of a conversation, up to the start of the assistant's next answer. Where the conversation
-        repeats recorded messages, the recorded tokens are used. Raises `NothingAsked` if it adds nothing to them."""
-        asked = _plain(messages)
-        said = self._repeated(asked, settings)
+    def prompt(
+        self, messages: Sequence[Message], *, must_call: str | None = None, **settings: Any
+    ) -> tuple[list[int], Asked]:
+        """Return the tokens of a conversation, up to the start of the assistant's next answer, and the request for
+        `answer`. Where the conversation repeats recorded messages, the recorded tokens are used. Raises `NothingAsked`
+        if it adds nothing to them."""
+        plain = _plain(messages)
+        said = next((each for each in self._said[::-1] if _repeats(plain, settings, each)), None)  # the longest one
+        asked = Asked(plain, settings, must_call, said)
         if said is None:
-            return self._chat.prompt(messages, must_call=must_call, **settings)
+            return self._chat.prompt(messages, must_call=must_call, **settings), asked
         known, context = len(said.messages), self._episode.context_after(said.turn)
-        if len(asked) == known:
+        if len(plain) == known:
             raise NothingAsked("the conversation ends with the assistant's own answer: add a message to it")
-        self._episode.num_drifts += self._has_drifted(said, asked[known - 1])
+        self._episode.num_drifts += self._has_drifted(said, plain[known - 1])
         ended = context[-1] in self._chat.eos_ids
         added = self._chat.continuation(messages[known:], ended=ended, **settings)
-        return self._chat.begun_call(context + added, must_call)
-
-    def _repeated(self, asked: Sequence[Message], settings: Mapping[str, Any]) -> Said | None:
-        """Return the longest recorded conversation with which a request begins, of equally long ones the latest."""
-        return next((each for each in self._said[::-1] if _repeats(asked, settings, each)), None)
+        return self._chat.begun_call(context + added, must_call), asked
 
     def _has_drifted(self, said: Said, answer: Message) -> bool:
         """Return whether a recorded answer, as the agent sends it back, tokenises differently from its tokens."""
@@ -200,64 +221,72 @@ class Conversation:
         *,
         end_in: Callable[[Sequence[int]], int | None] | None = None,
         shown: Callable[[Segment], str] | None = None,
-    ) -> Segment:
-        """Generate one turn and return its segments joined into one.
+    ) -> Answered:
+        """Generate one turn, and return it with its segments joined into one.
 
         `asked`: the request behind `prompt_ids`, if `prompt` made them. `end_in` returns the number of tokens after
         which the agent wants an answer to end; tokens after them are dropped. It may take seconds. `shown` returns the
         text of an answer as the agent reads it. Raises `NothingAsked` if the prompt ends with a recorded answer, and
         `Over` when no turn or token is left.
         """
-        given_ids = prompt_ids
-        async with holding(self._turn, TURN_S, waiter=self.name, resource="its turn", holder="its other request"):
-            episode = self._episode
-            episode.limit_turn(max_tokens)
-            parent, known = place_of(prompt_ids, episode.turns, self._continued)
-            if known == len(prompt_ids):
-                raise NothingAsked("the prompt ends with the policy's own answer: add something to it")
-            if self._continued.get(parent) and (healed := self._healed(prompt_ids)):
-                parent, known, prompt_ids = healed
-            limit = min(episode.turn_budget, self.max_context - len(prompt_ids))
-            if len(episode.turns) >= (max_turns := episode.settings.max_turns):
-                raise self._end("max_turns", f"the episode has used its {max_turns} turns (env.max_turns)")
-            if limit < 1:
-                raise self._end(
-                    "max_length",
-                    f"the prompt has {len(prompt_ids)} tokens, which leaves no room to answer: the maximum context "
-                    f"length is {self.max_context} tokens (model.max_context), and the episode has a budget",
-                )
-            episode.limit_turn(limit)
-            episode.open_branch(parent, prompt_ids[known:])
-            try:
-                first = await self._generate(episode, False)
-                finished = await episode.complete(first, lambda: self._generate(episode, True))
-                if end_in is not None:
-                    async with deadline(END_S, waiter=self.name, resource="the end of its answer", holder="its text"):
-                        length = await asyncio.to_thread(end_in, episode.turns[-1].token_ids)
-                    if length is not None:
-                        episode.cut_turn(length)
-                        finished = True
-            except BaseException:
-                episode.forget_turn()
-                raise
-            self.cut = not finished
-            self.stop_reason = "max_length" if self.cut else "terminated"
-            answer = Segment.joined(episode.turns[-1].segments, "stop" if finished else "length")
-            episode.text = self._chat.decode(answer.token_ids) if shown is None else shown(answer)
-            turn = len(episode.turns) - 1
-            self._continued.setdefault(parent, []).append(turn)
-            if asked is not None:
-                message = self._message(given_ids, answer.token_ids, asked)
-                plain = _plain(asked.messages)
-                earlier = self._repeated(plain, asked.settings)
-                shared = () if earlier is None else earlier.messages  # kept once, however often the client sends them
-                said = Said(turn, [*shared, *plain[len(shared) :], message], asked.settings)
-                insort(self._said, said, key=lambda each: len(each.messages))
-            return answer
+        given_ids, episode = prompt_ids, self._episode
+        while episode.open and not self._has_room(max_tokens):
+            holder = "the episode's other answers"
+            async with deadline(ROOM_S, waiter=self.name, resource="turns and tokens that they may use", holder=holder):
+                await self._turn_ended.wait()
+        parent, known = place_of(prompt_ids, episode.turns, self._continued)
+        if known == len(prompt_ids):
+            raise NothingAsked("the prompt ends with the policy's own answer: add something to it")
+        if self._continued.get(parent) and (healed := self._healed(prompt_ids)):
+            parent, known, prompt_ids = healed
+        limit = min(max_tokens, episode.turn_budget, self.max_context - len(prompt_ids))
+        if len(episode.turns) >= (max_turns := episode.settings.max_turns):
+            raise self._end("max_turns", f"the episode has used its {max_turns} turns (env.max_turns)")
+        if limit < 1:
+            raise self._end(
+                "max_length",
+                f"the prompt has {len(prompt_ids)} tokens, which leaves no room to answer: the maximum context "
+                f"length is {self.max_context} tokens (model.max_context), and the episode has a budget",
+            )
+        opened = episode.open_turn(prompt_ids[known:], limit, parent=parent)
+        try:
+            first = await self._generate(opened)
+            finished = await opened.complete(first, lambda: self._generate(opened))
+            if end_in is not None:
+                async with deadline(END_S, waiter=self.name, resource="the end of its answer", holder="its text"):
+                    length = await asyncio.to_thread(end_in, opened.turn.token_ids)
+                if length is not None:
+                    opened.cut(length)
+                    finished = True
+            turn = opened.close()
+        except BaseException:
+            opened.drop()
+            raise
+        finally:
+            self._turn_ended.set()
+            self._turn_ended = asyncio.Event()
+        self.cut = not finished
+        self.stop_reason = "max_length" if self.cut else "terminated"
+        answer = Segment.joined(opened.turn.segments, "stop" if finished else "length")
+        episode.text = self._chat.decode(answer.token_ids) if shown is None else shown(answer)
+        self._continued.setdefault(parent, []).append(turn)
+        if asked is not None:
+            message = self._message(given_ids, answer.token_ids, asked)
+            shared = () if asked.repeated is None else asked.repeated.messages  # kept once, however often it is sent
+            said = Said(turn, [*shared, *asked.messages[len(shared) :], message], asked.settings)
+            insort(self._said, said, key=lambda each: len(each.messages))
+        return Answered(turn, answer)
+
+    def _has_room(self, max_tokens: int) -> bool:
+        """Return whether a turn and its `max_tokens` are left, whatever the open turns use."""
+        episode = self._episode
+        num_turns = len(episode.turns) + len(episode.open)
+        wanted = min(max_tokens, episode.bounds.max_turn_tokens)
+        return num_turns < episode.settings.max_turns and episode.turn_budget >= wanted
 
     def texts(self) -> list[list[Message]]:
-        """Return each conversation of the episode as messages, to the answer that came last, in the order in which the
-        conversations began."""
+        """Return each conversation of the episode as messages, to the answer that came last, in the order of their
+        first answers."""
         said = {each.turn: list(each.messages) for each in self._said}
         return [said.get(turns[-1]) or self._decoded(turns[-1]) for turns in self._episode.trajectory().conversations()]
 
@@ -302,15 +331,30 @@ class PausableTimeout:
         self._left: float | None = None
         """Seconds that were left when the clock paused. None while it runs."""
 
-    async def run(self, play: Awaitable[T]) -> T:
-        """Return the result of `play`. Raises `Stalled` when the time is up."""
+    async def run(self, play: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `play`. Raises `Stalled` when the time is up. If `play` ignores that it is cancelled, it
+        is left behind after `LEAVE_S`: the episode ends whatever an agent does."""
+        playing = asyncio.create_task(play, name=f"play-{self._waiter}")
         try:
             async with deadline(
                 self._seconds, waiter=self._waiter, resource="the end of play", holder="its agent"
             ) as self._timer:
-                return await play
+                return await asyncio.shield(playing)
         finally:
             self._timer = None
+            if not playing.done():
+                await self._leave(playing)
+
+    async def _leave(self, playing: asyncio.Task[T]) -> None:
+        """Cancel the play, and wait for its end."""
+        playing.cancel()
+        ended, _ = await asyncio.wait([playing], timeout=LEAVE_S)
+        if not ended:
+            _left_behind.add(playing)
+            playing.add_done_callback(_left_behind.discard)
+            logger.error("%s: its agent ignores that it was cancelled, and is left behind", self._waiter)
+        elif not playing.cancelled():
+            playing.exception()  # asyncio would report it as never retrieved
 
     async def paused(self, waiting: Awaitable[T]) -> T:
         """Return the result of `waiting`. The clock is paused meanwhile."""

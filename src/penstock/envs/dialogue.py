@@ -19,6 +19,11 @@ METRICS = "metrics"
 STATE = "state"
 """Key of the environment's state in its `info`, for advantages that compare turns in the same state."""
 METRIC_KINDS = ("mean", "sum", "max")
+LONGEST_SEPARATOR = 64
+"""Maximum number of characters between two messages of a repeated conversation: line breaks, speaker names, turn
+markers."""
+SHORT_MESSAGE, LONGEST_BEFORE_SHORT = 8, 24
+"""Before a message of so few characters the separator is this short: such a message is found in any sentence."""
 
 
 class EpisodeFailure(RuntimeError):
@@ -115,6 +120,23 @@ def checked(observation: object) -> Observation:
     ]
 
 
+def new_part(text: str, conversation: Sequence[str]) -> str | None:
+    """Return the part of `text` after the messages of `conversation`. None unless `text` begins with all of them, in
+    order.
+
+    The recorded tokens stand for the repeated part. The policy's sampled answer may tokenise differently when an
+    environment shows it again, and the context would then not match the recorded log-probabilities.
+    """
+    end = 0
+    for message in (each.strip() for each in conversation):
+        longest = LONGEST_SEPARATOR if len(message) > SHORT_MESSAGE else LONGEST_BEFORE_SHORT
+        start = text.find(message, end, end + len(message) + longest) if message else -1
+        if start < 0 or _is_inside_a_word(text, start, start + len(message)):
+            return None
+        end = start + len(message)
+    return text[end:]
+
+
 def text_of(observation: Observation) -> str:
     """Return the text that an observation shows."""
     return observation if isinstance(observation, str) else "\n".join(str(each["content"]) for each in observation)
@@ -124,6 +146,12 @@ def num_characters(messages: Sequence[Message]) -> int:
     """Return the number of characters of messages, without their roles."""
     values = (value for each in messages for name, value in each.items() if name != "role")
     return sum(len(value if isinstance(value, str) else repr(value)) for value in values)
+
+
+def _is_inside_a_word(text: str, start: int, end: int) -> bool:
+    """Return whether `text[start:end]` begins or ends inside a word."""
+    before, first, last, after = text[start - 1 : start], text[start], text[end - 1], text[end : end + 1]
+    return (before.isalnum() and first.isalnum()) or (last.isalnum() and after.isalnum())
 
 
 def _check_tool(where: str, tool: object) -> None:

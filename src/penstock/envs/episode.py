@@ -1,7 +1,7 @@
 """The state of a running episode: its tokens so far, its remaining budgets, and how it ended.
 
 Tokens count against the budgets over all segments and turns. The count does not restart when a server interrupts an
-answer, or when another worker continues the episode.
+answer, or when another worker continues the episode. The episode of an agent may have several open turns at once.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,9 +21,10 @@ from xxhash import xxh3_64_intdigest
 from penstock.config import ConfigError, EnvironmentConfig
 from penstock.deadline import deadline
 from penstock.envs.calls import EpisodeEnvironment
-from penstock.envs.dialogue import METRICS, STATE, EpisodeFailure, Message, Metric, PromptTooLong
+from penstock.envs.dialogue import METRICS, STATE, EpisodeFailure, Message, Metric, PromptTooLong, new_part
 from penstock.envs.rewards.reward import check_number
 from penstock.envs.rewards.scorer import Scorer
+from penstock.envs.stopwatch import Stopwatch
 from penstock.envs.worker_calls import MAX_INFO_MEMORY, memory_of, plain
 from penstock.ports.environment import TaskError
 from penstock.samples import Credit, Segment, Trajectory, Turn, path_to
@@ -44,11 +46,86 @@ MAX_INFO_BYTES_OF_ALL = 1 << 18
 """Limit of an episode's whole `info`: the summaries of a group travel in one message."""
 MOST_INFO = 256
 """Most keys of an episode's `info` that are kept."""
-LONGEST_SEPARATOR = 64
-"""Maximum number of characters between two messages of a repeated conversation: line breaks, speaker names, turn
-markers."""
-SHORT_MESSAGE, LONGEST_BEFORE_SHORT = 8, 24
-"""Before a message of so few characters the separator is this short: such a message is found in any sentence."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OpenTurn:
+    """A turn whose answer is being generated."""
+
+    episode: Episode
+    turn: Turn
+    context: list[int]
+    """All tokens of its branch so far, of observations and actions."""
+    bounds: SegmentPolicy
+    """Those of the episode, with the most tokens of this turn."""
+    sampling_seed: int
+    grant: int | None = None
+    """Number of the latest grant that it has used, if answers share their grants (`SharedGrant`)."""
+    num_tokens: int = 0
+    """Number of tokens generated so far."""
+    spent: Stopwatch = field(default_factory=Stopwatch)
+
+    @property
+    def num_segments(self) -> int:
+        """Return the tokens as a number of full segments. A short grant, or an interrupted one, does not cost a whole
+        segment."""
+        length = self.bounds.segment_length
+        return self.num_tokens // length if length else 0
+
+    @property
+    def num_left(self) -> int:
+        """Return the number of tokens that this turn may still generate."""
+        return self.bounds.max_turn_tokens - self.num_tokens
+
+    def prompt_end(self, num_tokens: int) -> list[int]:
+        """Return the last `num_tokens` tokens before the answer."""
+        end = len(self.context) - self.num_tokens
+        return self.context[max(end - num_tokens, 0) : end]
+
+    def within_budget(self, grant: SegmentGrant) -> SegmentGrant:
+        """Return the grant, reduced to the tokens that the turn and the episode may still generate."""
+        left = self.bounds.tokens_left(num_tokens=self.episode.num_tokens, turn_tokens=self.num_tokens)
+        return grant if grant.max_tokens <= left else SegmentGrant(episode=grant.episode, max_tokens=left)
+
+    def take(self, segment: Segment) -> AnswerState:
+        """Append a segment. Return whether the answer is now finished, cut or truncated."""
+        if segment.token_ids:
+            self.turn.segments.append(segment)
+        self.context += segment.token_ids
+        self.num_tokens += len(segment.token_ids)
+        self.episode.num_tokens += len(segment.token_ids)
+        return self.bounds.after(
+            reason=segment.finish_reason,
+            turn_tokens=self.num_tokens,
+            episode_tokens=self.episode.num_tokens,
+            turn_segments=self.num_segments,
+        )
+
+    async def complete(self, segment: Segment, more: Callable[[], Awaitable[Segment]]) -> bool:
+        """Append a segment, and then segments from `more` as long as the answer is cut. Return whether the answer
+        ended by itself."""
+        while (state := self.take(segment)) == "cut":
+            segment = await more()
+        return state == "finished"
+
+    def cut(self, length: int) -> None:
+        """Keep only the first `length` tokens of the answer, which ends there by itself."""
+        dropped = self.num_tokens - length
+        self.turn.segments[:] = [Segment.joined(self.turn.segments, "stop").cut(length, "stop")]
+        del self.context[len(self.context) - dropped :]
+        self.episode.num_tokens -= dropped
+        self.num_tokens = length
+
+    def close(self) -> int:
+        """Add the turn, whose answer has ended, to those of the episode. Return its index there."""
+        self.episode.open.remove(self)
+        self.episode.turns.append(self.turn)
+        return len(self.episode.turns) - 1
+
+    def drop(self) -> None:
+        """Forget the turn and its tokens."""
+        self.episode.open.remove(self)
+        self.episode.num_tokens -= self.num_tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,12 +144,12 @@ class Episode:
     started_at: float = field(default_factory=time.time)
     began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     """When it started, on the clock of the event loop."""
-    remaining_s: float = 0.0
-    """Remaining seconds of the lease. Waiting for a grant does not count: that time is the scheduler's."""
-    turn_remaining_s: float = 0.0
-    """Remaining seconds of the open turn, or of the time before the first turn opens."""
-    answering_s: float = 0.0
-    """Seconds spent on answers: the wait for a grant, and generation."""
+    spent: Stopwatch = field(default_factory=Stopwatch)
+    """Time of the lease. Waiting for a grant does not count: that time is the scheduler's."""
+    turn_spent: Stopwatch = field(default_factory=Stopwatch)
+    """Time of the turn that was opened last, or before the first turn opens."""
+    answering: Stopwatch = field(default_factory=Stopwatch)
+    """Time of answers: the wait for a grant, and generation."""
     rewarding_s: float = 0.0
     """Seconds spent on a reward outside the environment."""
     environment: EpisodeEnvironment | None = None
@@ -83,15 +160,11 @@ class Episode:
     """Observations and answers so far, alternating, as text."""
     num_drifts: int = 0
     """Number of times that repeated text of earlier answers was replaced by the recorded tokens."""
-    context: list[int] = field(default_factory=list)
-    """All tokens of the current branch so far, of observations and actions."""
     turns: list[Turn] = field(default_factory=list)
-    num_siblings: int = 0
-    """Number of earlier turns with the parent of the open turn."""
+    """Turns with their whole answers."""
+    open: list[OpenTurn] = field(default_factory=list)
     num_tokens: int = 0
-    """Number of tokens generated so far in all turns, including the open one."""
-    turn_tokens: int = 0
-    """Number of tokens generated so far in the open turn."""
+    """Number of tokens generated so far in all turns, including the open ones."""
     reward: float = 0.0
     text: str = ""
     status: TrajectoryStatus = "completed"
@@ -112,13 +185,8 @@ class Episode:
     """What the environment gave in `info["metrics"]`, by name."""
     ended: bool = False
     """Whether the episode has ended: completed, failed or aborted."""
-    _whole: SegmentPolicy = field(init=False)
-    """The bounds without those of single turns."""
-
-    def __post_init__(self) -> None:
-        self.remaining_s = self.lease.deadline_s
-        self._whole = self.bounds
-        self._restart_turn_timer()
+    _num_opened: Counter[int] = field(default_factory=Counter)
+    """Number of turns that were opened after a turn, by its index."""
 
     @property
     def name(self) -> str:
@@ -126,50 +194,34 @@ class Episode:
         return f"{self.lease.episode} of {self.task.task_id}"
 
     @property
-    def turn_segments(self) -> int:
-        """Return the open turn's tokens as a number of full segments. A short grant, or an interrupted one, does not
-        cost a whole segment."""
-        length = self.bounds.segment_length
-        return self.turn_tokens // length if length else 0
+    def remaining_s(self) -> float:
+        """Return the remaining seconds of the lease."""
+        return self.lease.deadline_s - self.spent.seconds
 
     @property
     def turn_budget(self) -> int:
-        """Return the number of tokens that the next turn may generate."""
+        """Return the number of tokens that the next turn may generate. The open turns may use up theirs."""
         whole = self.bounds.global_max_length
         most = self.bounds.max_turn_tokens
-        return most if whole is None else min(most, whole - self.num_tokens)
+        return most if whole is None else min(most, whole - self.num_tokens - sum(each.num_left for each in self.open))
 
-    def within_budget(self, grant: SegmentGrant) -> SegmentGrant:
-        """Return the grant, reduced to the tokens that the turn and the episode may still generate."""
-        left = self.bounds.tokens_left(num_tokens=self.num_tokens, turn_tokens=self.turn_tokens)
-        return grant if grant.max_tokens <= left else SegmentGrant(episode=grant.episode, max_tokens=left)
-
-    @property
-    def sampling_seed(self) -> int:
-        """Return the seed of the open turn. The engine mixes in the position, so only turns with the same parent need
-        different ones."""
-        seed = self.lease.sampling_seed
-        return nth_seed(seed, self.num_siblings) if self.num_siblings else seed
-
-    def limit_turn(self, max_tokens: int) -> None:
-        """Let the next turn generate at most so many tokens, and no more than any turn may."""
-        self.bounds = replace(self._whole, max_new_tokens=min(self._whole.max_new_tokens, max_tokens))
-
-    def open_turn(self, observation_ids: list[int]) -> None:
-        """Open a turn that continues the latest one."""
-        self._open(Turn(observation_ids=observation_ids, segments=[], state=self.state))
-
-    def open_branch(self, parent: int, observation_ids: list[int]) -> None:
-        """Open a turn that continues any turn, or none (`ROOT`)."""
-        self.context = self.context_after(parent)
-        self.num_siblings = sum(turn.parent == parent for turn in self.turns)
-        self._open(Turn(observation_ids=observation_ids, segments=[], parent=parent, state=self.state))
-
-    def _open(self, turn: Turn) -> None:
-        self.turns.append(turn)
-        self.context += turn.observation_ids
-        self.turn_tokens = 0
-        self._restart_turn_timer()
+    def open_turn(self, observation_ids: list[int], max_tokens: int, *, parent: int | None = None) -> OpenTurn:
+        """Open a turn that generates at most `max_tokens`, and no more than any turn may. `parent`: the turn that it
+        continues, or none (`ROOT`); by default the latest turn."""
+        after = len(self.turns) - 1 if parent is None else parent
+        seed, number = self.lease.sampling_seed, self._num_opened[after]
+        self._num_opened[after] += 1
+        opened = OpenTurn(
+            episode=self,
+            turn=Turn(observation_ids=observation_ids, segments=[], parent=parent, state=self.state),
+            context=self.context_after(after) + observation_ids,
+            bounds=replace(self.bounds, max_new_tokens=min(self.bounds.max_new_tokens, max_tokens)),
+            # The engine mixes in the position, so only turns with the same parent need different seeds.
+            sampling_seed=nth_seed(seed, number) if number else seed,
+        )
+        self.open.append(opened)
+        self.turn_spent = opened.spent
+        return opened
 
     def context_after(self, turn: int) -> list[int]:
         """Return all tokens from the beginning of a branch to the end of this turn. Empty for `ROOT`."""
@@ -177,9 +229,6 @@ class Episode:
         for index in path_to(self.turns, turn):
             found += self.turns[index].observation_ids + self.turns[index].token_ids
         return found
-
-    def _restart_turn_timer(self) -> None:
-        self.turn_remaining_s = self.settings.turn_timeout_s or math.inf
 
     def news(self, observation: str) -> str:
         """Return the part of an observation that the policy has not seen. Some environments repeat the whole
@@ -200,49 +249,6 @@ class Episode:
         """Add to the reward of an action, by default the latest one."""
         self.reward += reward
         self.turns[turn] = replace(self.turns[turn], reward=self.turns[turn].reward + reward)
-
-    def forget_turn(self) -> None:
-        """Remove the open turn and its tokens."""
-        turn = self.turns.pop()
-        del self.context[len(self.context) - len(turn.observation_ids) - self.turn_tokens :]
-        self.num_tokens -= self.turn_tokens
-        self.turn_tokens = 0
-
-    def take(self, segment: Segment) -> AnswerState:
-        """Append a segment to the open turn. Return whether the answer is now finished, cut or truncated."""
-        if segment.token_ids:
-            self.turns[-1].segments.append(segment)
-        self.context += segment.token_ids
-        self.num_tokens += len(segment.token_ids)
-        self.turn_tokens += len(segment.token_ids)
-        return self.bounds.after(
-            reason=segment.finish_reason,
-            turn_tokens=self.turn_tokens,
-            episode_tokens=self.num_tokens,
-            turn_segments=self.turn_segments,
-        )
-
-    async def complete(self, segment: Segment, more: Callable[[], Awaitable[Segment]]) -> bool:
-        """Append a segment, and then segments from `more` as long as the answer is cut. Return whether the answer
-        ended by itself."""
-        while (state := self.take(segment)) == "cut":
-            segment = await more()
-        return state == "finished"
-
-    def cut_turn(self, length: int) -> None:
-        """Keep only the first `length` tokens of the latest answer, which ends there by itself."""
-        turn, dropped = self.turns[-1], self.turn_tokens - length
-        turn.segments[:] = [Segment.joined(turn.segments, "stop").cut(length, "stop")]
-        del self.context[len(self.context) - dropped :]
-        self.num_tokens -= dropped
-        self.turn_tokens = length
-
-    def continue_from(self, saved: Trajectory) -> None:
-        """Continue from the single turn that another worker began."""
-        (turn,) = saved.turns
-        self.open_turn(turn.observation_ids)
-        for segment in turn.segments:
-            self.take(segment)
 
     def hear(self, info: object) -> None:
         """Keep the wanted keys of an environment's `info`, in a form that can be sent, and its metrics. Raises
@@ -322,7 +328,7 @@ class Episode:
         return Trajectory(
             episode=self.lease.episode,
             task_id=self.task.task_id,
-            turns=list(self.turns),
+            turns=[*self.turns, *(each.turn for each in self.open)],
             reward=self.reward,
             status=self.status,
             stop_reason=self.stop_reason,
@@ -330,7 +336,7 @@ class Episode:
             is_final=self.is_final,
             started_at=self.started_at,
             finished_at=self.started_at + seconds,
-            env_s=max(seconds - self.answering_s - self.rewarding_s, 0.0),
+            env_s=max(seconds - self.answering.seconds - self.rewarding_s, 0.0),
             reward_s=self.rewarding_s,
             env_seed=self.lease.env_seed,
             temperature=self.sampling.temperature,
@@ -354,50 +360,24 @@ def contained_together(episodes: Sequence[Episode]) -> Iterator[None]:
 @contextmanager
 def answering(episodes: Sequence[Episode]) -> Iterator[None]:
     """Count the body's time as time spent on answers."""
-    now = asyncio.get_running_loop().time
-    started = now()
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for episode in episodes:
-            episode.answering_s += now() - started
+            stack.enter_context(episode.answering)
+        yield
 
 
 @asynccontextmanager
-async def spending(episodes: Sequence[Episode], *, resource: str, holder: str) -> AsyncIterator[None]:
+async def spending(
+    episodes: Sequence[Episode], turn: OpenTurn | None = None, /, *, resource: str, holder: str
+) -> AsyncIterator[None]:
     """Charge the body's time to the leases and turns of `episodes`. Raises `Stalled` when one of them has no time
-    left."""
-    now = asyncio.get_running_loop().time
-    started = now()
-    remaining_s = min(min(episode.remaining_s, episode.turn_remaining_s) for episode in episodes)
-    try:
+    left. `turn`: by default the turns that were opened last."""
+    most = [each.settings.turn_timeout_s or math.inf for each in episodes]
+    watches = [each.turn_spent for each in episodes] if turn is None else [turn.spent]
+    left = [seconds - watch.seconds for seconds, watch in zip(most, watches, strict=True)]
+    remaining_s = min(*left, *(each.remaining_s for each in episodes))
+    with ExitStack() as stack:
+        for watch in [*watches, *(each.spent for each in episodes)]:
+            stack.enter_context(watch)
         async with deadline(remaining_s, waiter=episodes[0].name, resource=resource, holder=holder):
             yield
-    finally:
-        spent_s = now() - started
-        for episode in episodes:
-            episode.remaining_s -= spent_s
-            episode.turn_remaining_s -= spent_s
-
-
-def new_part(text: str, conversation: Sequence[str]) -> str | None:
-    """Return the part of `text` after the messages of `conversation`. None unless `text` begins with all of them, in
-    order.
-
-    The recorded tokens stand for the repeated part. The policy's sampled answer may tokenise differently when an
-    environment shows it again, and the context would then not match the recorded log-probabilities.
-    """
-    end = 0
-    for message in (each.strip() for each in conversation):
-        longest = LONGEST_SEPARATOR if len(message) > SHORT_MESSAGE else LONGEST_BEFORE_SHORT
-        start = text.find(message, end, end + len(message) + longest) if message else -1
-        if start < 0 or _is_inside_a_word(text, start, start + len(message)):
-            return None
-        end = start + len(message)
-    return text[end:]
-
-
-def _is_inside_a_word(text: str, start: int, end: int) -> bool:
-    """Return whether `text[start:end]` begins or ends inside a word."""
-    before, first, last, after = text[start - 1 : start], text[start], text[end - 1], text[end : end + 1]
-    return (before.isalnum() and first.isalnum()) or (last.isalnum() and after.isalnum())

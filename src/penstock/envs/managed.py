@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from penstock.deadline import deadline
-from penstock.envs.agents import Asked, Conversation, Over, PausableTimeout
+from penstock.envs.agents import Conversation, Over, PausableTimeout
 from penstock.envs.calls import EpisodeEnvironment
 from penstock.envs.dialogue import EpisodeFailure, checked, messages_of, num_characters
 from penstock.envs.episode import Episode, spending
@@ -137,15 +137,15 @@ class OwnManaged:
                 self._conversation.exceeded(message)
                 raise Over("max_length", message)
             is_short = size <= INLINE_CHARACTERS
-            prompt_ids = render() if is_short else await in_text_thread(render, waiter=self._episode.name)
-            said = await self._conversation.answer(prompt_ids, most, Asked(asked, settings))
+            prompt_ids, request = render() if is_short else await in_text_thread(render, waiter=self._episode.name)
+            turn, said = await self._conversation.answer(prompt_ids, most, request)
         text = self._chat.decode(said.token_ids, skip_special=True)
         answer = Answer(
-            turn=len(self._episode.turns) - 1,
+            turn=turn,
             text=text,
             action=self._environment.style.action(self._chat, text, prompt_ids[-LAST_TOKENS:]),
             token_ids=said.token_ids,
-            is_finished=not self._conversation.cut,
+            is_finished=said.finish_reason == "stop",
         )
         self._given[answer.turn] = answer
         return answer

@@ -30,10 +30,11 @@ from penstock.config.secret_settings import resolved
 from penstock.envs.agents import Conversation, Gateway, Over, PausableTimeout
 from penstock.envs.calls import ConcurrencyLimit, EpisodeEnvironment, blamed
 from penstock.envs.dialogue import EpisodeFailure, Message, PromptTooLong, messages_of, num_characters, text_of
-from penstock.envs.episode import Episode, answering, contained_together, spending
+from penstock.envs.episode import Episode, OpenTurn, answering, contained_together, spending
 from penstock.envs.exception_location import LoggedOnce, OnError
 from penstock.envs.managed import OwnManaged
 from penstock.envs.rewards.scorer import RewardFailure, Scorers
+from penstock.envs.shared_grant import SharedGrant
 from penstock.model.answer_format import LAST_TOKENS
 from penstock.model.chat import ChatTokenizer
 from penstock.model.text_threads import INLINE_CHARACTERS, in_text_thread
@@ -211,7 +212,7 @@ class EnvManager:
                 raise EpisodeFailure("this worker has no gateway for agents")
             lease = episode.lease
             timeout = PausableTimeout(lease.deadline_s, waiter=episode.name)
-            generate = partial(self._generate_for_agent, timeout)
+            generate = partial(self._generate_for_agent, self._shared_grant(episode, timeout))
             conversation = Conversation(episode, self._chat, generate, max_context=self._max_context)
             endpoint = await self._gateway.open(conversation)
             try:
@@ -241,7 +242,7 @@ class EnvManager:
         """Let the user's own manager play."""
         async with self._to_its_end(episode, environment):
             timeout = PausableTimeout(episode.lease.deadline_s, waiter=episode.name)
-            generate = partial(self._generate_for_agent, timeout)
+            generate = partial(self._generate_for_agent, self._shared_grant(episode, timeout))
             conversation = Conversation(episode, self._chat, generate, max_context=self._max_context)
             played = OwnManaged(episode, environment, conversation, timeout, self._chat)
             name = episode.settings.manager or ""
@@ -276,12 +277,16 @@ class EnvManager:
                 self._told_refusals.add(kind)
                 logger.warning("the endpoint refused a request of an agent: %s", message)
 
-    async def _generate_for_agent(self, timeout: PausableTimeout, episode: Episode, unfinished: bool) -> Segment:
-        """Generate the next segment of an agent's answer. The first one already has its grant."""
-        grant = episode.grant
-        if unfinished or len(episode.turns) > 1:
-            grant = await timeout.paused(self._next_grant(episode, unfinished=unfinished))
-        return await self._generate(episode, grant)
+    def _shared_grant(self, episode: Episode, timeout: PausableTimeout) -> SharedGrant:
+        async def request(unfinished: bool) -> SegmentGrant:
+            return await timeout.paused(self._next_grant(episode, unfinished=unfinished))
+
+        return SharedGrant(episode.grant, request, waiter=episode.name)
+
+    async def _generate_for_agent(self, shared: SharedGrant, turn: OpenTurn) -> Segment:
+        """Generate the next segment of an agent's answer."""
+        async with shared.segment(turn.grant) as (turn.grant, grant):
+            return await self._generate(turn, grant)
 
     # --- the manager runs the loop of an environment ---------------------------------------------------------------
 
@@ -305,27 +310,26 @@ class EnvManager:
 
     async def _play_alike(self, episodes: list[Episode]) -> None:
         """Play episodes with the same first observation: one shared first request, then each episode by itself."""
-        segments: list[Segment] = []
+        turns, segments = list[OpenTurn](), list[Segment]()
         with contained_together(episodes):
             prompt_ids = await self._prompt(episodes[0])
-            for episode in episodes:
-                self._open_turn(episode, prompt_ids)
+            turns = [self._open_turn(episode, prompt_ids) for episode in episodes]
             with answering(episodes):
                 async with spending(episodes, **ANSWER):
                     segments = await self._policy.generate(
                         prompt_ids,
-                        [episode.within_budget(episode.grant) for episode in episodes],
+                        [turn.within_budget(turn.episode.grant) for turn in turns],
                         episodes[0].sampling,
-                        [episode.lease.sampling_seed for episode in episodes],
+                        [turn.sampling_seed for turn in turns],
                     )
         async with asyncio.TaskGroup() as tasks:
-            for episode, segment in zip(episodes, segments, strict=bool(segments)):
-                assert episode.environment is not None
-                tasks.create_task(self._play_contained(episode, episode.environment, segment))
+            for turn, segment in zip(turns, segments, strict=bool(segments)):
+                assert turn.episode.environment is not None
+                tasks.create_task(self._play_contained(turn, turn.episode.environment, segment))
 
-    async def _play_contained(self, episode: Episode, environment: EpisodeEnvironment, segment: Segment) -> None:
-        async with self._to_its_end(episode, environment):
-            await self._play(episode, environment, segment)
+    async def _play_contained(self, turn: OpenTurn, environment: EpisodeEnvironment, segment: Segment) -> None:
+        async with self._to_its_end(turn.episode, environment):
+            await self._play(turn, environment, segment)
 
     async def _play_alone(self, episode: Episode, environment: EpisodeEnvironment, saved: Trajectory | None) -> None:
         """Play an episode without a shared first request. `saved`: its trajectory from another worker, with a single
@@ -333,14 +337,14 @@ class EnvManager:
         async with self._to_its_end(episode, environment):
             await self._reset(episode, environment)
             prompt_ids = await self._prompt(episode)
-            if saved is None:
-                self._open_turn(episode, prompt_ids)
-            elif prompt_ids == saved.turns[0].observation_ids:
-                episode.limit_turn(self._max_context - len(prompt_ids))
-                episode.continue_from(saved)
-            else:
-                raise EpisodeFailure("the same seed gives another first observation: the episode cannot continue")
-            await self._play(episode, environment, await self._generate(episode, episode.grant))
+            turn = self._open_turn(episode, prompt_ids)
+            if saved is not None:
+                (begun,) = saved.turns
+                if prompt_ids != begun.observation_ids:
+                    raise EpisodeFailure("the same seed gives another first observation: the episode cannot continue")
+                for segment in begun.segments:
+                    turn.take(segment)
+            await self._play(turn, environment, await self._generate(turn, episode.grant))
 
     async def _reset(self, episode: Episode, env: EpisodeEnvironment) -> None:
         await env.enter()
@@ -368,29 +372,31 @@ class EnvManager:
         is_short = num_characters(messages) <= INLINE_CHARACTERS
         return render() if is_short else await in_text_thread(render, waiter=episode.name)
 
-    async def _play(self, episode: Episode, environment: EpisodeEnvironment, segment: Segment) -> None:
+    async def _play(self, turn: OpenTurn, environment: EpisodeEnvironment, segment: Segment) -> None:
         """Run the loop from the first segment of the first answer: decide, step, observe."""
+        episode = turn.episode
         while True:
-            finished = await episode.complete(segment, partial(self._generate_next, episode, unfinished=True))
-            action = [token for part in episode.turns[-1].segments for token in part.token_ids]
-            episode.text = self._chat.decode(action, skip_special=True)
-            outcome = await self._step(episode, environment)
+            finished = await turn.complete(segment, partial(self._generate_next, turn, unfinished=True))
+            turn.close()
+            episode.text = self._chat.decode(turn.turn.token_ids, skip_special=True)
+            outcome = await self._step(turn, environment)
             self._earn(episode, outcome.reward, environment.holder("step"), finished=finished)
-            if stop := await self._observe(episode, outcome, finished=finished):
-                episode.stop(stop)
+            observed = await self._observe(turn, outcome, finished=finished)
+            if not isinstance(observed, OpenTurn):
+                episode.stop(observed)
                 break
-            segment = await self._generate_next(episode, unfinished=False)
+            turn = observed
+            segment = await self._generate_next(turn, unfinished=False)
         await self._score(episode, finished=finished)
 
-    async def _generate_next(self, episode: Episode, *, unfinished: bool) -> Segment:
+    async def _generate_next(self, turn: OpenTurn, *, unfinished: bool) -> Segment:
         """Generate the first segment of the next answer, or the next segment of a cut one, with a new grant."""
-        return await self._generate(episode, await self._next_grant(episode, unfinished=unfinished))
+        return await self._generate(turn, await self._next_grant(turn.episode, unfinished=unfinished))
 
-    async def _step(self, episode: Episode, env: EpisodeEnvironment) -> Outcome:
+    async def _step(self, turn: OpenTurn, env: EpisodeEnvironment) -> Outcome:
+        episode = turn.episode
         async with env.slot(), spending([episode], resource="its next observation", holder=env.holder("step")):
-            end = len(episode.context) - episode.turn_tokens
-            prompt_ids = episode.context[max(end - LAST_TOKENS, 0) : end]
-            action = env.style.action(self._chat, episode.text, prompt_ids)
+            action = env.style.action(self._chat, episode.text, turn.prompt_end(LAST_TOKENS))
             if isinstance(action, Action) and not action.calls:
                 self._num_unread += self._chat.answers.foreign_format(action.content) is not None
             outcome = await env.step(action)
@@ -406,8 +412,9 @@ class EnvManager:
             raise EpisodeFailure(f"{giver} of {episode.task.task_id}: no reward: set env.reward")
         episode.earn(0.0 if episode.settings.penalize_truncation and not finished else reward)
 
-    async def _observe(self, episode: Episode, outcome: Outcome, *, finished: bool) -> StopReason | None:
-        """Open the next turn and return None, or return why the episode stops."""
+    async def _observe(self, turn: OpenTurn, outcome: Outcome, *, finished: bool) -> OpenTurn | StopReason:
+        """Return the next turn, or why the episode stops."""
+        episode = turn.episode
         episode.said.append(episode.text)
         if not finished:
             episode.status = "truncated"
@@ -421,16 +428,14 @@ class EnvManager:
             return "max_length"
         continuation = partial(self._chat.continuation, ended=finished)
         observation_ids = await self._tokens(continuation, messages, episode)
-        if episode.turn_budget < 1 or len(episode.context) + len(observation_ids) >= self._max_context:
+        if episode.turn_budget < 1 or len(turn.context) + len(observation_ids) >= self._max_context:
             return "max_length"
         episode.said.append(text_of(messages))
-        self._open_turn(episode, observation_ids)
-        return None
+        return self._open_turn(episode, observation_ids, turn.context)
 
-    def _open_turn(self, episode: Episode, observation_ids: list[int]) -> None:
+    def _open_turn(self, episode: Episode, observation_ids: list[int], context: Sequence[int] = ()) -> OpenTurn:
         """Open a turn, and limit its answer to the room that the context has left."""
-        episode.limit_turn(self._max_context - len(episode.context) - len(observation_ids))
-        episode.open_turn(observation_ids)
+        return episode.open_turn(observation_ids, self._max_context - len(context) - len(observation_ids))
 
     async def _score(self, episode: Episode, *, finished: bool) -> None:
         """Compute the reward of the whole episode, if `env.reward` is set. Only this episode waits for it."""
@@ -457,10 +462,10 @@ class EnvManager:
                 episode.trajectory(), unfinished=unfinished, num_tokens=episode.num_tokens
             )
 
-    async def _generate(self, episode: Episode, grant: SegmentGrant) -> Segment:
-        seeds = [episode.sampling_seed]  # the engine mixes in the position: a cut does not change the samples
-        grants = [episode.within_budget(grant)]
+    async def _generate(self, turn: OpenTurn, grant: SegmentGrant) -> Segment:
+        episode, grants = turn.episode, [turn.within_budget(grant)]
+        seeds = [turn.sampling_seed]  # the engine mixes in the position: a cut does not change the samples
         with answering([episode]):
-            async with spending([episode], **ANSWER):
-                (segment,) = await self._policy.generate(episode.context, grants, episode.sampling, seeds)
+            async with spending([episode], turn, **ANSWER):
+                (segment,) = await self._policy.generate(turn.context, grants, episode.sampling, seeds)
         return segment

@@ -14,7 +14,8 @@
 
 The setting `env.manager` names the class. Each episode gets an object of its own, `Class(**env.manager_options)`, on
 the worker's event loop. Leases, grants, deadlines and the recording of tokens stay with the worker. Whatever a manager
-raises, the lease ends in exactly one trajectory. A manager must let its cancellation pass, and may not block.
+raises, the lease ends in exactly one trajectory. A manager may not block, and must let its cancellation pass: otherwise
+it is left behind, and its episode ends without it.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class ManagedEpisode(Protocol):
     async def answer(
         self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, **settings: Any
     ) -> Answer:
-        """Ask the policy, as an agent does with a chat request. One answer is generated at a time.
+        """Ask the policy, as an agent does with a chat request. Several tasks may ask at once.
 
         If the messages begin with an earlier conversation and its answer, the recorded tokens are used; else they begin
         a new branch. `settings` are for the chat template: `tools`, which are those of the environment by default, and

@@ -1,0 +1,60 @@
+"""The grant that all answers of an episode share.
+
+An agent may have several requests at once, and the scheduler gives one grant at a time to an episode. With it each
+answer may generate one segment. An answer that has not used the grant joins those that generate with it. The next grant
+is requested when an answer needs it and all segments of the current one have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from penstock.deadline import deadline, holding
+from penstock.types import SegmentGrant
+
+TURN_S = 6 * 3600.0
+"""How long an answer may wait for the other answers of its episode. The lease ends earlier."""
+OTHERS = {"resource": "the next grant of its episode", "holder": "the episode's other answers"}
+
+
+class SharedGrant:
+    """`request` waits for the next grant of the episode. Its flag is True if an answer continues with it."""
+
+    def __init__(self, first: SegmentGrant, request: Callable[[bool], Awaitable[SegmentGrant]], *, waiter: str) -> None:
+        self._grant, self._request, self._waiter = first, request, waiter
+        self._is_new = True
+        """Whether no answer has used the grant yet."""
+        self._number = 0
+        self._renewing = asyncio.Lock()
+        self._num_generating = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @asynccontextmanager
+    async def segment(self, used: int | None) -> AsyncIterator[tuple[int, SegmentGrant]]:
+        """Wait for a grant, and yield its number and the grant to a body that generates one segment. `used`: number of
+        the latest grant that the answer has used; None if it has used none."""
+        is_open = self._is_new or not self._is_idle.is_set()
+        if not is_open or used == self._number or self._renewing.locked():
+            await self._renew(continues=used is not None)
+        self._is_new = False
+        self._num_generating += 1
+        self._is_idle.clear()
+        try:
+            yield self._number, self._grant
+        finally:
+            self._num_generating -= 1
+            if not self._num_generating:
+                self._is_idle.set()
+
+    async def _renew(self, *, continues: bool) -> None:
+        """Wait for the next grant. Of all that wait for it, one requests it."""
+        number = self._number
+        async with holding(self._renewing, TURN_S, waiter=self._waiter, **OTHERS):
+            if self._number == number:
+                async with deadline(TURN_S, waiter=self._waiter, **OTHERS):
+                    await self._is_idle.wait()
+                self._grant = await self._request(continues)
+                self._number += 1
