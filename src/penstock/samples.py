@@ -379,6 +379,11 @@ class Sample:
     logprobs: npt.NDArray[np.float32]  # [T], behaviour log-probabilities, 0 where the mask is 0
     versions: npt.NDArray[np.int32]  # [T], policy_version per sampled token, NO_VERSION where the mask is 0
 
+    def is_continued_by(self, other: Sample) -> bool:
+        """Return whether `other` begins with all tokens of this sample."""
+        length = len(self.token_ids)
+        return length <= len(other.token_ids) and bool((other.token_ids[:length] == self.token_ids).all())
+
     @classmethod
     def joined(cls, pieces: Sequence[Sample]) -> Sample:
         """Return the sample of a single turn from its consecutive pieces. Reward and end come from the last piece."""

@@ -149,6 +149,33 @@ def test_trajectories_are_chosen(sampled: Path, words: list[str], groups: list[i
     assert rows[0]["messages"][1] == {"role": "assistant", "content": "one\ntwo"}
 
 
+def test_the_branches_of_an_episode_are_shown_one_after_the_other(tmp_path: Path) -> None:
+    def said(*texts: str) -> list[dict[str, str]]:
+        return [{"role": "assistant" if number % 2 else "user", "content": text} for number, text in enumerate(texts)]
+
+    run_dir = make_run(tmp_path / "mine", "completed")
+    (run_dir / "trajectories").mkdir()
+    branches = [said("ask", "one", "more", "two"), said("alone", "three"), said("ask", "one", "else", "four")]
+    row = sample(4, reward=1.0) | {"messages": json.dumps(branches[-1]), "branches": json.dumps(branches)}
+    jsonl.append(run_dir / "trajectories" / "step_000001.jsonl", row)
+    shown = [line.strip() for line in penstock("trajectories", run_dir).stdout.splitlines()][1:-1]
+    assert [" ".join(line.split()) for line in shown] == [
+        "branch 1 of 3",
+        "user ask",
+        "assistant one",
+        "user more",
+        "assistant two",
+        "branch 2 of 3",
+        "user alone",
+        "assistant three",
+        "branch 3 of 3, after 2 messages of branch 1",
+        "user else",
+        "assistant four",
+    ]
+    (read,) = json.loads(penstock("trajectories", run_dir, "--json").stdout)
+    assert read["branches"] == branches
+
+
 def test_trajectories_are_read_as_they_were_said(sampled: Path) -> None:
     shown = penstock("trajectories", sampled, "--group", 4).stdout.splitlines()
     assert [line.rstrip() for line in shown] == [

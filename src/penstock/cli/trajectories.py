@@ -5,9 +5,10 @@ The pool deletes tokens that checkpoints cover; a few of these trajectories rema
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,8 @@ Order = Literal["newest", "best", "worst"]
 FEW = 3
 """Number of trajectories shown by default."""
 COLUMNS = [*DumpConfig().columns, Column(name="error", type="string")]
+CONVERSATIONS = ("messages", "branches")
+"""Columns with messages, as JSON."""
 ROLES = {"user": "cyan", "assistant": "green"}
 INDENT = 12
 """Spaces in front of a message; its first line has the role there."""
@@ -61,7 +64,7 @@ ORDERS: dict[Order, Callable[[Found], Any]] = {
 def trajectories(run_dir: Path, *, group: int | None, order: Order, limit: int | None, as_json: bool) -> int:
     """Show trajectories and return the exit code."""
     chosen = choose(run_dir, group=group, order=order, limit=limit)
-    rows = [{**row, "messages": msgspec.json.decode(row["messages"])} for row in chosen]
+    rows = [{**row, **{name: msgspec.json.decode(row.get(name) or "null") for name in CONVERSATIONS}} for row in chosen]
     if as_json:
         print(visible_json(msgspec.json.encode(rows).decode()))
         return 0
@@ -125,10 +128,26 @@ def render(row: Row) -> RenderableType:
     facts = [ended, version, turns, tokens, clock(row["seconds"]), row["task_id"]]
     reward = (f"reward {number(row['reward'])}", "bold")
     lines = [Text.assemble((row["trajectory"], "bold"), "  ", reward, (f"  {'  '.join(facts)}", "dim"))]
-    for message in row["messages"]:
-        role = message["role"]
-        content = visible(message["content"]).rstrip("\n").replace("\n", "\n" + " " * INDENT)
-        lines.append(Text.assemble((f"  {role:<{INDENT - 2}}", ROLES.get(role, "dim")), content))
+    branches = row["branches"] or [row["messages"]]
+    for place, messages in enumerate(branches):
+        shared = [_num_shared(messages, earlier) for earlier in branches[:place]]
+        known = max(shared, default=0)
+        if len(branches) > 1:
+            after = f", after {known} messages of branch {shared.index(known) + 1}" if known else ""
+            lines.append(Text(f"  branch {place + 1} of {len(branches)}{after}", "dim"))
+        lines += map(_line, messages[known:])
     if row.get("error"):
         lines.append(Text(f"  {visible(row['error'])}", "red"))
     return Group(*lines, "")
+
+
+def _num_shared(messages: Sequence[Mapping[str, str]], others: Sequence[Mapping[str, str]]) -> int:
+    """Return the number of messages with which both conversations begin."""
+    same = (mine == theirs for mine, theirs in zip(messages, others, strict=False))
+    return sum(takewhile(bool, same))
+
+
+def _line(message: Mapping[str, str]) -> Text:
+    role = message["role"]
+    content = visible(message["content"]).rstrip("\n").replace("\n", "\n" + " " * INDENT)
+    return Text.assemble((f"  {role:<{INDENT - 2}}", ROLES.get(role, "dim")), content)

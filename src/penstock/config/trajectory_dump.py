@@ -33,6 +33,7 @@ DEFAULT_COLUMNS: dict[str, ColumnType] = {
     "response_tokens": "bigint",
     "seconds": "double",
     "messages": "string",
+    "branches": "string",
 }
 TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions")
 """Columns with one number per token of the whole trajectory; of type json."""

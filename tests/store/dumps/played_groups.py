@@ -41,8 +41,14 @@ def trajectory(group: int, member: int, *, attempt: int = 0, **facts: Any) -> Tr
     return Trajectory(
         episode=EpisodeId("train", group, member, attempt),
         task_id=task(group).task_id,
-        turns=[turn(first, said("ab"), version=3), turn(later, said("cd"), version=4)],
-        **{"reward": float(member), "status": "completed", "stop_reason": "terminated", "env_seed": 7, **facts},
+        **{
+            "turns": [turn(first, said("ab"), version=3), turn(later, said("cd"), version=4)],
+            "reward": float(member),
+            "status": "completed",
+            "stop_reason": "terminated",
+            "env_seed": 7,
+            **facts,
+        },
     )
 
 

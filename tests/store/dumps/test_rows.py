@@ -10,15 +10,17 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from played_groups import Played, chat, config, payload, trajectory, turn
+from played_groups import Played, chat, config, payload, said, trajectory, turn
 
 from penstock.config import Column, Config, ConfigError, DumpConfig, load_config
 from penstock.config.trajectory_dump import OTHER_NAMES, OWN_COLUMNS
 from penstock.model.chat import ChatTokenizer
+from penstock.samples import ROOT
 from penstock.store.dumps.columns import DumpError, Row, converter
 from penstock.store.dumps.trajectory_rows import FACTS, RowMaker
 from penstock.store.dumps.transcript import Transcript
 from penstock.store.payload_files import PayloadReader
+from penstock.types import Formulation
 
 
 def rows(directory: Path, settings: Config, *, step: int | None = None, **facts: Any) -> list[Row]:
@@ -43,6 +45,7 @@ def test_the_default_columns(tmp_path: Path) -> None:
         {"role": "assistant", "content": "cd"},
     ]
     assert msgspec.json.decode(first.pop("messages")) == messages  # type: ignore[attr-defined]
+    assert first.pop("branches") is None  # type: ignore[attr-defined]
     assert first == {
         "trajectory": "mine/train/5/0/0",
         "task_index": 5,
@@ -96,6 +99,21 @@ def test_an_episode_that_is_trained_turn_by_turn_is_one_trajectory(tmp_path: Pat
         "more",
         "cd",
     ]
+
+
+@pytest.mark.parametrize("formulation", ["branches", "step"])
+def test_every_branch_of_an_episode_is_shown(tmp_path: Path, formulation: Formulation) -> None:
+    """A second question after the first answer, and a conversation of its own."""
+    whole = trajectory(5, 0)
+    first, later = whole.turns
+    other = replace(later, segments=turn([], said("ef")).segments, parent=0)
+    alone = replace(turn(chat().prompt([{"role": "user", "content": "hello"}]), said("gh")), parent=ROOT)
+    turns = [replace(first, parent=ROOT), replace(later, parent=0), other, alone]
+    settings = config(columns=[["branches", "json"], ["messages", "json"]])
+    row, _ = rows(tmp_path, settings, formulation=formulation, turns=turns)
+    shown = [[message["content"] for message in each] for each in row["branches"]]
+    assert shown == [["say 5", "ab", "more", "cd"], ["say 5", "ab", "more", "ef"], ["hello", "gh"]]
+    assert row["messages"] == row["branches"][-1]
 
 
 def test_every_name_has_its_fact() -> None:

@@ -24,7 +24,7 @@ class Played:
 
     record: GroupRecord
     summary: EpisodeSummary
-    sample: Sample
+    samples: Sequence[Sample]
     payload: Mapping[str, Any]
     """Payload of the task."""
     config: Config
@@ -38,14 +38,27 @@ class Played:
         return f"{self.config.run_id}/{self.summary.episode}"
 
     @cached_property
+    def sample(self) -> Sample:
+        """Return the branch with the last answer, with all its actions."""
+        return Sample.overlaid(self.samples)
+
+    @cached_property
     def messages(self) -> list[Message]:
         return self.transcript.messages(self.sample)
+
+    @property
+    def branches(self) -> list[list[Message]] | None:
+        """Return the messages of every branch, in the order of their last answers. None if there is one branch."""
+        samples = self.samples
+        ends = [end for end, each in enumerate(samples) if not any(map(each.is_continued_by, samples[end + 1 :]))]
+        whole = [Sample.overlaid(samples[: end + 1]) for end in ends]
+        return [self.transcript.messages(each) for each in whole] if len(whole) > 1 else None
 
 
 OF_EPISODE = ("tag", "group", "episode", "attempt")
 OF_SUMMARY = ("status", "stop_reason", "error", "reward", "num_turns", "prompt_tokens", "response_tokens", "seconds")
 FACTS: Mapping[str, Callable[[Played], Any]] = {
-    **{name: attrgetter(name) for name in ("step", "messages")},
+    **{name: attrgetter(name) for name in ("step", "messages", "branches")},
     **{name: attrgetter(f"record.{name}") for name in ("task_index", "task_id")},
     **{name: attrgetter(f"summary.episode.{name}") for name in OF_EPISODE},
     **{name: attrgetter(f"summary.{name}") for name in OF_SUMMARY},
@@ -90,8 +103,7 @@ class RowMaker:
             Played, record=record, payload=payload, config=self._config, step=step, transcript=self._transcript
         )
         return [
-            self._row(played(summary=summary, sample=Sample.overlaid(tokens[summary.episode.episode])))
-            for summary in record.episodes
+            self._row(played(summary=summary, samples=tokens[summary.episode.episode])) for summary in record.episodes
         ]
 
     def _row(self, played: Played) -> Row:
