@@ -228,7 +228,7 @@ def test_a_link_in_the_pool_is_not_followed(tmp_path: Path) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 200))
 def test_a_record_of_any_bytes_is_read_or_refused(sent: bytes, place: int) -> None:
-    record = bytearray(encode([SAMPLE]))
+    record = bytearray(encode([SAMPLE], bytearray()))
     record[place : place + len(sent)] = sent
     with suppress(PayloadError):
         decode(memoryview(bytes(record)))

@@ -43,6 +43,8 @@ _NAME = re.compile(r"(?P<worker>[A-Za-z0-9][A-Za-z0-9._-]{0,127})-\d{5,}\.seg")
 _LIFE = re.compile(r"-[0-9a-f]{8}")
 """Part of a name by which `TemporaryPayloadWriter` makes it unique."""
 MAX_RECORD_BYTES = 1 << 32
+MAX_KEPT_BYTES = 1 << 24
+"""Most memory that a writer keeps for its next record."""
 SMALL_BYTES = 1 << 20
 """Records up to this size are verified on the event loop, which takes less than a millisecond."""
 VERIFY_S = 60.0
@@ -96,8 +98,12 @@ def open_file(directory: Path, name: str) -> BinaryIO:
     return os.fdopen(number, "rb")
 
 
-def encode(samples: Sequence[Sample]) -> bytearray:
-    """Return the samples of a group as one record. Every token is copied once."""
+def encode(samples: Sequence[Sample], buffer: bytearray) -> memoryview:
+    """Return the samples of a group as one record. Every token is copied once.
+
+    The record is the beginning of `buffer`, which grows if necessary, or has its own memory if it is large. New memory
+    costs as much time as the copy.
+    """
     headers = [
         _Header(
             s.group,
@@ -117,11 +123,18 @@ def encode(samples: Sequence[Sample]) -> bytearray:
     starts = [_aligned(_PREFIX.size + len(header))]
     for _, dtype in _COLUMNS:
         starts.append(_aligned(starts[-1] + num_tokens * np.dtype(dtype).itemsize))
-    record = bytearray(starts[-1])
-    record[: _PREFIX.size + len(header)] = _PREFIX.pack(_MAGIC, len(header)) + header
+    size = starts[-1]
+    if size <= MAX_KEPT_BYTES:
+        buffer.extend(bytes(max(size - len(buffer), 0)))
+    record = memoryview(buffer if size <= MAX_KEPT_BYTES else bytearray(size))[:size]
+    end = _PREFIX.size + len(header)
+    record[:end] = _PREFIX.pack(_MAGIC, len(header)) + header
     for (name, dtype), start in zip(_COLUMNS, starts, strict=False):
+        record[end:start] = bytes(start - end)
         column = np.frombuffer(record, dtype=dtype, count=num_tokens, offset=start)
         np.concatenate([getattr(s, name) for s in samples], out=column, casting="unsafe")
+        end = start + column.nbytes
+    record[end:] = bytes(size - end)
     return record
 
 
@@ -177,6 +190,7 @@ class PayloadWriter:
 
     def __init__(self, directory: Path, worker: str, *, max_file_bytes: int = 64 << 20) -> None:
         self._directory, self._worker, self._max_file_bytes = directory, worker, max_file_bytes
+        self._buffer = bytearray()
         self._number = max((number for name, number in _files(directory) if name == worker), default=-1) + 1
         self._open()
 
@@ -187,9 +201,9 @@ class PayloadWriter:
             self._file.close()
             self._number, offset = self._number + 1, 0
             self._open()
-        record = encode(samples)
-        self._write(record)
-        return PayloadRef(file=self._name, offset=offset, length=len(record), checksum=xxh3_64_intdigest(record))
+        with encode(samples, self._buffer) as record:
+            self._write(record)
+            return PayloadRef(file=self._name, offset=offset, length=len(record), checksum=xxh3_64_intdigest(record))
 
     def release(self, ref: PayloadRef) -> None:
         """Do nothing: the controller's pool removes these files."""
@@ -197,12 +211,12 @@ class PayloadWriter:
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, record: bytearray) -> None:
+    def _write(self, record: memoryview) -> None:
         """Write all of `record`. The file is unbuffered, so one write may take only a part. Raises OSError."""
         num_written = 0
         try:
             while num_written < len(record):
-                num_written += self._file.write(memoryview(record)[num_written:])
+                num_written += self._file.write(record[num_written:])
         except OSError as error:
             message = f"{num_written} of {len(record)} bytes could be written ({error.strerror}); disk full?"
             raise OSError(error.errno, message, str(self._directory / self._name)) from error
