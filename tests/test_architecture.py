@@ -21,6 +21,7 @@ LAYERS = [
         "version_history",
         "ports",
         "deadline",
+        "ticks",
         "stacks",
         "alarms",
         "own_files",

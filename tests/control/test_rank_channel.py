@@ -18,6 +18,7 @@ from penstock.control.runtime_files import Keys
 from penstock.control.sockets import connect_as_member
 from penstock.deadline import Stalled
 from penstock.groups.wire import pack, unpack
+from penstock.ticks import heard_by
 
 WAIT_S = 30.0
 LOOPBACK = "127.0.0.1"
@@ -72,6 +73,25 @@ def test_ranks_find_the_trainer_and_each_answers_for_itself(
             assert bytes(said) == name.encode()
             assert np.array_equal(unpack(frames)["large"], large["large"])
             assert [bytes(frame) for frame in channel.receive()] == [name.encode(), b"second"]
+
+
+def test_a_rank_that_works_makes_the_trainer_tick(tmp_path: Path, host: str | None) -> None:
+    class Works(Echo):
+        def run(self) -> None:
+            with closing(connect_to_trainer(self._directory, self.name)) as channel, suppress(EOFError):
+                while True:
+                    request = channel.receive()
+                    for _ in range(100):  # within a second: one sign of them
+                        channel.tick()
+                    channel.send(request)
+
+    Works(tmp_path, "rank-0")
+    ticks: list[None] = []
+    with closing(RankChannels(tmp_path, ["rank-0"], host=host)) as channels, heard_by(lambda: ticks.append(None)):
+        channels.await_ranks(waiter="trainer-0", seconds=WAIT_S)
+        channel = channels.channels["rank-0"]
+        channel.send([b"work"])
+        assert [bytes(frame) for frame in channel.receive()] == [b"work"] and len(ticks) == 1
 
 
 class Cable(threading.Thread):

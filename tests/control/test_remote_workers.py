@@ -10,8 +10,8 @@ from fake_ports import leased
 
 from penstock.control.bus import Bus
 from penstock.control.messages import Ack, AnyMessage, Grant, NewTask
-from penstock.control.remote_workers import RemoteWorkers
-from penstock.deadline import Stalled
+from penstock.control.remote_workers import RemoteTrainer, RemoteWorkers
+from penstock.deadline import Stalled, reporting_to
 from penstock.simulator.clock import run_virtual
 from penstock.types import EpisodeId, Sampling, SegmentGrant
 
@@ -61,3 +61,25 @@ def test_nobody_waits_for_acknowledgements_after_the_end() -> None:
         assert asyncio.get_running_loop().time() == 1.0
 
     run_virtual(main())
+
+
+def test_a_trainer_that_makes_progress_may_take_its_time() -> None:
+    """A call has its whole time again with every count that the heartbeat has not had before."""
+
+    class Silent:
+        async def request(self, peer: str, message: object, *, timeout_s: float) -> None:
+            await asyncio.get_running_loop().create_future()
+
+    async def main() -> float:
+        trainer = RemoteTrainer(Silent(), "trainer-0", timeout_s=600.0)  # type: ignore[arg-type]
+        call = asyncio.create_task(trainer.step())
+        for seconds, progress in ((500, 1), (1000, 2), (1500, 2)):
+            await asyncio.sleep(seconds - asyncio.get_running_loop().time())
+            trainer.heard(progress)
+        with pytest.raises(Stalled, match="waited 600 s for the answer to Step, held by trainer-0"):
+            await call
+        trainer.heard(3)
+        return asyncio.get_running_loop().time()
+
+    with reporting_to(lambda stall: None):
+        assert run_virtual(main()) == 1600.0

@@ -1,3 +1,4 @@
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from penstock.config import TrainerConfig
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.training import SavedState, SavedStates
 from penstock.samples import Sample
+from penstock.ticks import heard_by
 from penstock.trainer import checkpoint
 from penstock.trainer.learner import Learner
 from penstock.trainer.prepare import prepare
@@ -109,7 +111,8 @@ def flip_bit(path: Path) -> None:
     [
         (lambda path: (path / "manifest.json").unlink(), "no manifest.json: it was never finished"),
         (lambda path: (path / "manifest.json").write_text("{"), "unreadable: JSONDecodeError"),
-        (lambda path: (path / "manifest.json").write_text("[]"), "unreadable: TypeError"),
+        (lambda path: (path / "manifest.json").write_text("[]"), "unreadable: AttributeError"),
+        (lambda path: (path / "manifest.json").write_text('{"hash": "crc"}'), "unreadable: KeyError: 'crc'"),
         (lambda path: (path / "state.json").unlink(), "state.json is missing"),
         (cut_weights, "model.safetensors does not match its checksum"),
         (flip_bit, "learner.pt does not match its checksum"),
@@ -150,6 +153,27 @@ def test_no_checkpoints_are_none(tmp_path: Path) -> None:
     (tmp_path / "step_one").mkdir()
     assert checkpoint.verify(tmp_path / "step_1") == "no manifest.json: it was never finished"
     assert list(checkpoint.latest(tmp_path).torn) == [str(tmp_path / "step_1")]
+
+
+def test_a_checkpoint_with_the_slower_checksums_is_read(
+    make_learner: MakeLearner, model_dir: Path, tmp_path: Path
+) -> None:
+    path = save(tmp_path, 1, make_learner(), model_dir=model_dir)
+    files = [each for each in path.iterdir() if each.name != "manifest.json"]
+    slow = {each.name: hashlib.blake2b(each.read_bytes(), digest_size=16).hexdigest() for each in files}
+    (path / "manifest.json").write_text(json.dumps({"files": slow}))
+    assert isinstance(checkpoint.verify(path), SavedState)
+
+
+def test_large_files_are_progress_in_parts(
+    make_learner: MakeLearner, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 1000)
+    ticks: list[None] = []
+    with heard_by(lambda: ticks.append(None)):
+        path = save(tmp_path, 1, make_learner(), model_dir=model_dir)
+    sizes = [each.stat().st_size for each in path.iterdir() if each.name != "manifest.json"]
+    assert len(ticks) >= sum(-(-size // 1000) for size in sizes)
 
 
 def test_every_file_is_in_the_manifest(make_learner: MakeLearner, model_dir: Path, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Within a machine the channel is `ipc` in the runtime directory, which only the run's user can enter. Between machines it
 is TCP with CURVE, where both ends prove that they own the members' key of the run. Each end notices at once that the
-other process has ended, and after `SILENT_MS` that its machine is silent. A lost connection is not restored.
+other process has ended, and after `SILENT_MS` that its machine is silent. A lost connection is not restored. A rank
+that works tells the trainer that it makes progress.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,12 +23,15 @@ from penstock.control.runtime_files import Keys, RuntimeFile
 from penstock.control.sockets import EVERY, NEVER, Members, connect_as_member, listen_as
 from penstock.deadline import Stalled
 from penstock.runtime.http_server import CannotListen
+from penstock.ticks import tick
 
 LOOK_MS = 200
 """Milliseconds between two checks whether the other end is connected."""
 SILENT_MS = 20_000
 """Time without a sign of life from the other machine after which the connection is given up. The supervisor gives up
 earlier, since it knows the reason better."""
+TICK_S, TICK = 1.0, b"progress"
+"""Least seconds between two signs of progress, and such a sign. No call and no answer has this single frame."""
 FOLLOW_S = 0.5
 """Seconds between two reads of the trainer's address."""
 CONNECT_S = 20.0
@@ -50,6 +55,7 @@ class RankChannel:
         self.outgoing, self.incoming = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         self._lock = threading.Lock()
         self._left = False
+        self._ticked_at = -TICK_S
         for socket in (self.outgoing, self.incoming):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)
@@ -70,11 +76,23 @@ class RankChannel:
             except zmq.ZMQError:
                 raise ConnectionError("the other end is gone") from None
 
+    def tick(self) -> None:
+        """Tell the other end that this one makes progress, at most every `TICK_S`."""
+        now = time.monotonic()
+        if now - self._ticked_at >= TICK_S:
+            self._ticked_at = now
+            with suppress(ConnectionError):  # whoever calls next finds out that the other end is gone
+                self.send([TICK])
+
     def receive(self) -> list[Any]:
-        """Wait for the next message. Raises EOFError when the other end is gone, or after `leave`."""
+        """Wait for the next message. A sign of progress becomes a tick of this process. Raises EOFError when the other
+        end is gone, or after `leave`."""
         while not self._left:
             if self.incoming.poll(LOOK_MS):
-                return [frame.buffer for frame in self.incoming.recv_multipart(copy=False)]
+                frames = [frame.buffer for frame in self.incoming.recv_multipart(copy=False)]
+                if len(frames) > 1 or frames[0] != TICK:
+                    return frames
+                tick()
             if not self.is_connected and not self.incoming.poll(0):
                 break
         raise EOFError("the other end is gone")

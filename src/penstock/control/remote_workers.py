@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.control import messages
-from penstock.control.bus import Bus, PeerLost
+from penstock.control.bus import CONTROLLER, Bus, PeerLost
 from penstock.control.messages import AnyMessage
+from penstock.deadline import deadline
 from penstock.ports.training import SavedStates, TrainerLost, TrainerState
 from penstock.ports.work import Work
 from penstock.types import GroupAttempt, GroupRef, LearnerState, SegmentGrant, WeightsHandle
 from penstock.version_history import VersionHistory
 
+LONGEST_S = 7 * 24 * 3600.0
+"""Limit of a call of a trainer that makes progress all the time."""
 WARM_START_S = 3600.0
 """Limit of the warm start, which takes longer than all other requests."""
 
@@ -27,7 +30,19 @@ class RemoteTrainer:
     itself, or answers that it holds no state."""
 
     def __init__(self, bus: Bus, name: str, *, timeout_s: float) -> None:
+        """`timeout_s`: longest time that a call may take without progress of the trainer."""
         self._bus, self._name, self._timeout_s = bus, name, timeout_s
+        self._progress = 0
+        self._timers: dict[asyncio.Timeout, float] = {}
+        """Deadlines of the calls that wait, and how far ahead progress moves each."""
+
+    def heard(self, progress: int) -> None:
+        """Take the count of the trainer's heartbeat. If it has changed, calls that wait have their whole time again."""
+        if progress != self._progress:
+            self._progress, now = progress, asyncio.get_running_loop().time()
+            for timer, seconds in self._timers.items():
+                if not timer.expired():
+                    timer.reschedule(now + seconds)
 
     async def state(self) -> TrainerState:
         return (await self._ask(messages.AskState(), messages.HeldState)).state
@@ -58,8 +73,14 @@ class RemoteTrainer:
         await self._ask(message, messages.Ack)
 
     async def _ask(self, message: AnyMessage, reply_type: type[Reply], timeout_s: float | None = None) -> Reply:
+        seconds, answer = timeout_s or self._timeout_s, f"the answer to {type(message).__name__}"
         try:
-            reply = await self._bus.request(self._name, message, timeout_s=timeout_s or self._timeout_s)
+            async with deadline(seconds, waiter=CONTROLLER, resource=answer, holder=self._name) as timer:
+                self._timers[timer] = seconds
+                try:
+                    reply = await self._bus.request(self._name, message, timeout_s=LONGEST_S)
+                finally:
+                    del self._timers[timer]
         except PeerLost as error:
             raise TrainerLost(str(error)) from None
         if isinstance(reply, messages.HoldsNothing):

@@ -72,6 +72,8 @@ class Controller:
         self._roles = roles_by_name(config)
         runtime_dir, nonce, dropped = str(child.runtime_dir), child.secret("greeting"), recorder.frames_dropped
         self.bus = Bus(runtime_dir, self.handle, nonce=nonce, host=child.address, dropped=dropped)
+        supervisor, timeout_s = config.supervisor, config.rollout.request_timeout_s
+        self.trainer = RemoteTrainer(self.bus, TRAINER, timeout_s=max(timeout_s, supervisor.hang_s + KILL_S))
         self.system: System | None = None
         self._joining_s = JOINING * config.supervisor.ready_timeout_s
         self._expected = {f"rollout-{i}" for i in range(config.rollout.num_servers)}
@@ -97,7 +99,9 @@ class Controller:
         self._registry.hear(peer)
         self._check(peer, message)
         match message:
-            case messages.Heartbeat(cpu_s=cpu_s, busy_s=busy_s, counters=counters, spans=spans):
+            case messages.Heartbeat(progress=progress, cpu_s=cpu_s, busy_s=busy_s, counters=counters, spans=spans):
+                if peer == TRAINER:
+                    self.trainer.heard(progress)
                 self._recorder.heartbeat(peer, cpu_s=cpu_s, busy_s=busy_s, counters=counters, spans=spans)
             case messages.Goodbye():
                 self._registry.leave(peer)
@@ -301,7 +305,7 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         tasks=tasks,
         held_out=held_out,
         workers=workers,
-        trainer=RemoteTrainer(controller.bus, TRAINER, timeout_s=max(timeout_s, supervisor.hang_s + KILL_S)),
+        trainer=controller.trainer,
         servers=servers,
         pool=pool,
         recorder=recorder,

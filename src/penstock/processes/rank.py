@@ -16,7 +16,9 @@ from penstock.deadline import first
 from penstock.groups.rank_worker import RankWorker
 from penstock.runtime.lasting_imports import lasting_imports
 from penstock.supervisor.child import Child
+from penstock.ticks import heard_by
 
+WORKING = "a call of the trainer"
 GRACE_S = 5.0
 """Time for the supervisor to end this process after the trainer is gone. The supervisor's reason is better than
 ours."""
@@ -38,13 +40,21 @@ def _answer_calls(child: Child) -> None:
     """Execute the trainer's calls until the trainer is gone."""
     with lasting_imports():
         import_module("penstock.processes.trainer_rank")  # imports what every rank needs, while the trainer starts
-    worker, num_calls = RankWorker(), 0
+    worker, num_done = RankWorker(), 0
+
+    def ticked() -> None:
+        nonlocal num_done
+        num_done += 1
+        child.pulse(num_done, WORKING)
+        channel.tick()
+
     with closing(connect_to_trainer(child.runtime_dir, child.name)) as channel, suppress(EOFError, ConnectionError):
         while True:
             request, was_built = channel.receive(), worker.has_workers
-            child.pulse(num_calls, "a call of the trainer")
-            channel.send(worker.answer(request))
-            num_calls += 1
-            child.pulse(num_calls, "")
+            num_done += 1
+            with heard_by(ticked):
+                child.pulse(num_done, WORKING)
+                channel.send(worker.answer(request))
+            child.pulse(num_done, "")
             if worker.has_workers and not was_built:
                 child.report_ready()

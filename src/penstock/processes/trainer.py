@@ -48,6 +48,7 @@ from penstock.processes.trainer_rank import Actor, CriticRank, ReferenceRank, Tr
 from penstock.runtime.file_service import WEIGHTS
 from penstock.supervisor.child import Child
 from penstock.supervisor.procfs import boot_id
+from penstock.ticks import heard_by
 from penstock.trainer import checkpoint
 from penstock.trainer.actor_critic import ActorCritic
 from penstock.trainer.prepare import prepare
@@ -149,10 +150,13 @@ class TrainerProcess(Member):
     def _execute(self, message: AnyMessage) -> AnyMessage | None:
         self._doing = type(message).__name__
         try:
-            with plainly():
+            with plainly(), heard_by(self._ticked):
                 return self._act(message)
         finally:
             self._progress, self._doing = self._progress + 1, ""
+
+    def _ticked(self) -> None:
+        self._progress += 1
 
     def _act(self, message: AnyMessage) -> AnyMessage | None:
         if isinstance(message, COMPUTED):

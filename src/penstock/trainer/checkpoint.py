@@ -2,7 +2,7 @@
 
 A checkpoint is a directory `step_<n>` that is also a Hugging Face model directory. It is written under a temporary
 name, synced, and then renamed. Its manifest, with a checksum of every file, is written last. A reader accepts only
-files that match the manifest.
+files that match the manifest. Large files are progress in parts (`ticks`).
 """
 
 from __future__ import annotations
@@ -12,16 +12,27 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from penstock.model.files import copy_companions
 from penstock.ports.training import SavedState, SavedStates
+from penstock.ticks import tick
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 REPLACED = ".replaced_"
 TORN = "torn_"
+HASHES: Mapping[str, Callable[[], Any]] = {
+    "xxh3_128": xxhash.xxh3_128,
+    "blake2b": partial(hashlib.blake2b, digest_size=16),
+}
+"""Checksums by the manifest's `hash`. New ones are the first, which takes a twelfth of the time of the second."""
+PART_BYTES = 1 << 24
+"""Bytes that are read at once."""
 
 
 def save(
@@ -86,11 +97,12 @@ def verify(path: Path) -> SavedState | str:
     if not (path / MANIFEST).is_file():
         return f"no {MANIFEST}: it was never finished"
     try:
-        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-        for name, checksum in files.items():
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        make = HASHES[manifest.get("hash", "blake2b")]
+        for name, checksum in manifest["files"].items():
             if not (path / name).is_file():
                 return f"{name} is missing"
-            if _checksum(path / name) != checksum:
+            if _checksum(path / name, make) != checksum:
                 return f"{name} does not match its checksum"
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         return SavedState(
@@ -105,8 +117,9 @@ def _seal(directory: Path) -> None:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     for path in files:
         _sync(path)
-    checksums = {str(path.relative_to(directory)): _checksum(path) for path in files}
-    (directory / MANIFEST).write_text(json.dumps({"files": checksums}, indent=1), encoding="utf-8")
+    name, make = next(iter(HASHES.items()))
+    checksums = {str(path.relative_to(directory)): _checksum(path, make) for path in files}
+    (directory / MANIFEST).write_text(json.dumps({"hash": name, "files": checksums}, indent=1), encoding="utf-8")
     _sync(directory / MANIFEST)
     _sync(directory)
 
@@ -150,9 +163,13 @@ def _by_step(directory: Path) -> list[tuple[int, Path]]:
     return sorted(((int(step), path) for step, path in found if step.isdecimal()), reverse=True)
 
 
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+def _checksum(path: Path, make: Callable[[], Any]) -> str:
+    digest, part = make(), memoryview(bytearray(PART_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(part):
+            digest.update(part[:size])
+            tick()
+    return str(digest.hexdigest())
 
 
 def _sync(path: Path) -> None:
