@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from made_runs import penstock
 
 from penstock.cli import preflight
 from penstock.cli.train import why_not_started
-from penstock.config import Config, ConfigError
+from penstock.config import Config, ConfigError, TrainerConfig
 from penstock.supervisor.log_files import end_of
 
 
@@ -269,17 +270,31 @@ def test_too_little_room_is_said_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("pipeline", "num_versions"), [("train", 2), ("eval", 1), ("rollout", 0)])
+@pytest.mark.parametrize(("pipeline", "num_versions"), [("train", 4), ("eval", 1), ("rollout", 0)])
 def test_only_training_needs_room_for_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: str, num_versions: int
 ) -> None:
     needed: dict[str, int] = {}
-    monkeypatch.setattr(preflight, "weights_bytes", lambda directory: 2**40)
+    monkeypatch.setattr(preflight, "num_parameters", lambda directory: 2**39)
     monkeypatch.setattr(preflight, "check_free", lambda key, directory, size, *words: needed.update({key: size}))
     settings = {"pipeline": pipeline, "runs_dir": str(tmp_path), "model": {"path": str(tmp_path)}}
     preflight.check_room(Config.model_validate(settings))
-    assert (needed["runs_dir"] > 2**40) == (pipeline == "train")
-    assert needed["model"] // 2**40 == num_versions
+    expected = 3 * 12 * 2**39 if pipeline == "train" else 0  # two checkpoints and the next one
+    assert needed["runs_dir"] - preflight.LEAST_DISK_BYTES == expected
+    assert needed["model"] // 2**40 == num_versions, "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "size"),
+    [
+        ({}, 12),
+        ({"lora": {"rank": 4}}, 4),
+        ({"critic": {}}, 24),
+        ({"objective": {"name": "decoupled", "proximal": "snapshot", "kl_coef": 0.1}}, 20),
+    ],
+)
+def test_a_checkpoint_has_all_that_a_run_goes_on_with(trainer: dict[str, Any], size: int) -> None:
+    assert preflight.checkpoint_bytes(TrainerConfig.model_validate(trainer)) == size
 
 
 def test_nothing_is_asked_of_a_dump_that_an_evaluation_never_writes(tmp_path: Path) -> None:

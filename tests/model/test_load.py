@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.config.run_settings import TinyModelConfig
-from penstock.model.files import ModelError, copy_companions, has_weights
+from penstock.model.files import ModelError, copy_companions, has_weights, num_parameters
 from penstock.model.load_policy import CPU, hollow_policy, load_policy, resolve_device, resolve_dtype
 from penstock.model.tiny import write_tiny_model
 
@@ -35,8 +35,16 @@ def test_saved_weights_come_back(model_dir: Path, tmp_path: Path) -> None:
     copy_companions(model_dir, saved)
     assert has_weights(saved)
     again = load_policy(saved, weights=True)
+    assert num_parameters(saved) == sum(parameter.numel() for parameter in again.parameters())
     assert not again.training
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 16, b"\x02" + bytes(7) + b"[]", b"\x05" + bytes(7) + b'{"a":'])
+def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"model.safetensors is no safetensors file"):
+        num_parameters(tmp_path)
 
 
 def test_missing_weights_directories_and_names_are_one_clear_error(model_dir: Path, tmp_path: Path) -> None:

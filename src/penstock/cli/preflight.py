@@ -11,14 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.cli.refusal import Refused
-from penstock.config import Config
+from penstock.config import Config, TrainerConfig
 from penstock.config.imports import check_closed
 from penstock.envs.registry import check_environment, executes_answers, needs_sandbox
 from penstock.envs.rewards import dataset_rule
 from penstock.envs.rewards.reward import reads_in_sandbox
 from penstock.envs.rewards.reward_box import check_reward_box
 from penstock.model.chat import ChatTokenizer
-from penstock.model.files import check_no_code, has_weights, weights_bytes
+from penstock.model.files import check_no_code, has_weights, num_parameters
 from penstock.processes.layout import slots_of
 from penstock.sandbox import SandboxUnavailable, confinement, select
 from penstock.scheduler.filters import FilterChain
@@ -30,6 +30,10 @@ CHECK_S = 30.0
 MIB = 2**20
 LEAST_DISK_BYTES = 256 * MIB
 """Disk space for a tiny model's checkpoints, tokens and logs."""
+PUBLISHED = 4
+"""Most versions of the weights in shared memory: those that the publisher keeps, and the next one."""
+WITH_OPTIMIZER = 12
+"""Bytes of a trained parameter in a checkpoint."""
 LEAST_MEMORY_BYTES = 32 * MIB
 """Shared memory for a tiny model's weights."""
 
@@ -121,20 +125,29 @@ def check_sandbox(config: Config) -> None:
 def check_room(config: Config) -> None:
     """Check that the run has room for the files that it will certainly write: weights in shared memory and, if the run
     trains, checkpoints on disk. Raises `Refused`."""
-    weights = 0 if config.model.path == "tiny" else weights_bytes(Path(config.model.path))
+    parameters = 0 if config.model.path == "tiny" else num_parameters(Path(config.model.path))
     runs_dir, published = existing_parent(Path(config.runs_dir)), runtime.base()
     files, remedy, checkpoints = "tokens and logs", "free some, or set runs_dir to another disk", 0
     if config.pipeline == "train":
         files, remedy = f"checkpoints, {files}", f"{remedy}, or lower trainer.keep_checkpoints"
         num_kept = config.trainer.keep_checkpoints + bool(config.validation.every)
-        checkpoints = (num_kept + 1) * weights
+        checkpoints = (num_kept + 1) * parameters * checkpoint_bytes(config.trainer)
     check_free("runs_dir", runs_dir, checkpoints + LEAST_DISK_BYTES, files, remedy)
     cluster = config.cluster
     elsewhere = cluster.address is not None and all(cluster.pool_of(role) for role in ("actor", "rollout"))
-    num_versions = 0 if elsewhere else {"train": 2, "eval": 1, "rollout": 0}[config.pipeline]
+    num_versions = 0 if elsewhere else {"train": PUBLISHED, "eval": 1, "rollout": 0}[config.pipeline]
+    served = {"float32": 4, "bfloat16": 2, "auto": 4 if config.model.device == "cpu" else 2}[config.model.dtype]
     remedy = f"free some, or mount {published} larger (in a container: --shm-size)"
-    files = "the served weights and the next ones"
-    check_free("model", published, num_versions * weights + LEAST_MEMORY_BYTES, files, remedy)
+    files = "published weights and the next ones"
+    check_free("model", published, num_versions * parameters * served + LEAST_MEMORY_BYTES, files, remedy)
+
+
+def checkpoint_bytes(config: TrainerConfig) -> int:
+    """Return the bytes of a checkpoint per parameter of the policy: weights and two moments of the optimizer in
+    float32, and what critic, reference and proximal copy have."""
+    policy = 4 if config.lora is not None else WITH_OPTIMIZER
+    copies = 4 * (bool(config.objective.kl_coef) + (config.objective.proximal == "snapshot"))
+    return policy + copies + (WITH_OPTIMIZER if config.critic is not None else 0)
 
 
 def check_free(key: str, directory: Path, num_bytes: int, files: str, remedy: str) -> None:

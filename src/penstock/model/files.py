@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,8 @@ COMPANIONS = (
 MAX_LABELS = 100_000
 """Transformers makes a name for each label of a configuration."""
 
+MAX_HEADER_BYTES = 100_000_000
+"""Longest header of a safetensors file, as the format has it."""
 AGAIN = "copy or download it again, or let save_pretrained write it"
 
 
@@ -129,9 +132,23 @@ def _weights_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
 
 
-def weights_bytes(directory: Path) -> int:
-    """Return the bytes of the weights files in `directory`, in their stored dtype."""
-    return sum(path.stat().st_size for path in _weights_files(directory))
+def num_parameters(directory: Path) -> int:
+    """Return the number of values in the weights files of `directory`. Files that are not safetensors are taken to have
+    two bytes for each."""
+    return sum(map(_num_values, _weights_files(directory)))
+
+
+def _num_values(path: Path) -> int:
+    if path.suffix != ".safetensors":
+        return path.stat().st_size // 2
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        try:
+            header: Any = json.loads(file.read(size)) if size <= MAX_HEADER_BYTES else None
+            shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+            return sum(math.prod(shape) for shape in shapes)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ModelError(f"{path} is no safetensors file: {AGAIN}") from None
 
 
 def copy_companions(source: Path, target: Path) -> None:
