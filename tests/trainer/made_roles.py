@@ -29,10 +29,12 @@ class AllRoles:
         *,
         max_staleness: int,
         ranks: Ranks | None = None,
+        compute_dtype: torch.dtype = torch.float32,
         **settings: Any,
     ) -> None:
         """`settings`: of the learner alone."""
-        self._config, common = config, {"max_staleness": max_staleness, "ranks": ranks}
+        self._config = config
+        common = {"max_staleness": max_staleness, "ranks": ranks, "compute_dtype": compute_dtype}
         self._reference = Reference(make_model(), config, **common) if config.objective.kl_coef else None
         self._critic = Critic(make_model(), config, **common) if config.critic is not None else None
         self.learner = Learner(make_model(), config, **common, **settings)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.groups.role import Rank
 from penstock.model.load_policy import hollow_policy, load_policy
+from penstock.trainer import output_layer
 from penstock.trainer.prepare import prepare
 from penstock.trainer.rank_balancing import split_over_ranks
 from penstock.trainer.ranks import RankLost, Ranks
@@ -39,8 +41,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lora_copies": {"lora": {"rank": 4}, "objective": COPIES, "canaries": {"parity_every": 1}},
     "recomputed": {"activation_checkpointing": True},
     "noise": {},
+    "chunked": {},
 }
 """Of the trainer, by scenario."""
+ALL_ROLES = {"critic": {"learning_rate": 1e-3}, "objective": {"kl_coef": 0.1}}
 SAVED = ("critic", "copies", "lora")
 FEW = ("decay",)
 """What more than two ranks do: they share cores here."""
@@ -58,10 +62,27 @@ def saved_of(num_ranks: int) -> tuple[str, ...]:
     return SAVED if num_ranks <= 2 else ("critic",)
 
 
-def make_learner(ranks: Ranks, model_dir: Path, name: str, strategy: str) -> AllRoles:
+@contextmanager
+def as_configured(name: str) -> Iterator[None]:
+    """What no setting says: `chunked` computes the logits of a few tokens at a time."""
+    usual = output_layer.CHUNK_ELEMENTS
+    output_layer.CHUNK_ELEMENTS = 1000 if name == "chunked" else usual
+    try:
+        yield
+    finally:
+        output_layer.CHUNK_ELEMENTS = usual
+
+
+def make_learner(
+    ranks: Ranks, model_dir: Path, name: str, strategy: str, *, compute_dtype: torch.dtype = torch.float32
+) -> AllRoles:
     torch.manual_seed(ranks.index)  # what is drawn at random must not differ
     knows_weights = strategy == "ddp" or ranks.is_first
-    settings = {"learning_rate": 1e-2, "warmup_steps": 0} | SETTINGS[name] | {"distributed": {"strategy": strategy}}
+    settings = (
+        {"learning_rate": 1e-2, "warmup_steps": 0}
+        | SETTINGS.get(name, ALL_ROLES)
+        | {"distributed": {"strategy": strategy}}
+    )
     return AllRoles(
         lambda: load_policy(model_dir, weights=False, seed=0) if knows_weights else hollow_policy(model_dir),
         TrainerConfig.model_validate(settings),
@@ -70,6 +91,7 @@ def make_learner(ranks: Ranks, model_dir: Path, name: str, strategy: str) -> All
         whole_step=20,
         measure_noise=name == "noise",
         ranks=ranks,
+        compute_dtype=compute_dtype,
     )
 
 
@@ -106,8 +128,16 @@ def train(
 
 def scenario(ranks: Ranks, model_dir: Path, name: str, strategy: str, *, in_turns: bool = False) -> dict[str, Any]:
     learner = make_learner(ranks, model_dir, name, strategy)
-    metrics = train(learner, ranks, steps=NUM_STEPS, lagging="copies" in name, in_turns=in_turns)
+    with as_configured(name):
+        metrics = train(learner, ranks, steps=NUM_STEPS, lagging="copies" in name, in_turns=in_turns)
     return {"metrics": metrics, "weights": learner.named_weights()}
+
+
+def rounded(ranks: Ranks, model_dir: Path, strategy: str) -> dict[str, Any]:
+    """A step that computes in bfloat16, in all roles; the weights stay float32."""
+    learner = make_learner(ranks, model_dir, "all_roles", strategy, compute_dtype=torch.bfloat16)
+    (metrics,) = train(learner, ranks, steps=1)
+    return {"metrics": metrics, "dtypes": {weight.dtype for weight in learner.named_weights().values()}}
 
 
 def saved(ranks: Ranks, model_dir: Path, directory: Path, name: str, strategy: str) -> dict[str, Any]:
@@ -183,6 +213,7 @@ def every(ranks: Ranks, model_dir: Path, out: Path) -> dict[str, Callable[[], di
                 ranks, model_dir, n, s, in_turns=True
             )
         found[f"{strategy}/poisoned"] = lambda s=strategy: poisoned(ranks, model_dir, s)
+        found[f"{strategy}/rounded"] = lambda s=strategy: rounded(ranks, model_dir, s)
         for name in saved_of(ranks.size):
             directory = out / f"saved_{strategy}_{name}_{ranks.size}"
             found[f"{strategy}/saved/{name}"] = lambda d=directory, n=name, s=strategy: saved(ranks, model_dir, d, n, s)

@@ -1,5 +1,6 @@
 import dataclasses
 import statistics
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -10,34 +11,39 @@ from penstock.config import AdvantagesConfig
 from penstock.samples import Credit, Sample, TrainedTurn
 from penstock.trainer.advantages import advantages, generalized_advantages, group_advantages, token_rewards
 
+GRPO, PLAIN = AdvantagesConfig(), AdvantagesConfig(normalize=False)
 REWARDS = st.lists(st.tuples(st.integers(0, 3), st.floats(-10, 10)), min_size=1, max_size=24)
 
 
-@given(pairs=REWARDS, normalize=st.booleans())
-def test_every_sample_is_compared_with_its_own_group(pairs: list[tuple[int, float]], normalize: bool) -> None:
+@given(pairs=REWARDS, convention=st.sampled_from([None, "population", "sample"]))
+def test_every_sample_is_compared_with_its_own_group(
+    pairs: list[tuple[int, float]], convention: Literal["population", "sample"] | None
+) -> None:
+    """`convention`: the standard deviation that divides; None: nothing divides."""
     groups, rewards = [group for group, _ in pairs], [reward for _, reward in pairs]
-    found = group_advantages(rewards, groups, normalize=normalize)
+    found = group_advantages(rewards, groups, PLAIN if convention is None else AdvantagesConfig(deviation=convention))
+    deviation = statistics.pstdev if convention == "population" else statistics.stdev
     for (group, reward), advantage in zip(pairs, found, strict=True):
         members = [r for g, r in pairs if g == group]
         expected = reward - statistics.fmean(members)
         if max(members) == min(members):
             expected = 0.0
-        elif normalize:
-            expected /= statistics.pstdev(members) + 1e-6
+        elif convention is not None:
+            expected /= deviation(members) + 1e-6
         assert advantage == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 def test_equal_rewards_give_exactly_zero() -> None:
-    assert not group_advantages([0.1] * 3, [0, 0, 0], normalize=True).any()
+    assert not group_advantages([0.1] * 3, [0, 0, 0], GRPO).any()
 
 
 def test_nothing_to_compare() -> None:
-    assert group_advantages([], [], normalize=True).shape == (0,)
-    assert group_advantages([5.0], [1], normalize=True).tolist() == [0.0]
+    assert group_advantages([], [], GRPO).shape == (0,)
+    assert group_advantages([5.0], [1], GRPO).tolist() == [0.0]
 
 
 def test_members_of_a_group_need_not_be_neighbours() -> None:
-    found = group_advantages([1.0, 5.0, 0.0, 7.0], [4, 9, 4, 9], normalize=False)
+    found = group_advantages([1.0, 5.0, 0.0, 7.0], [4, 9, 4, 9], PLAIN)
     np.testing.assert_allclose(found, [0.5, -1.0, -0.5, 1.0])
 
 

@@ -9,12 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from made_roles import AllRoles
 from made_samples import make_sample
 from transformers import PreTrainedModel
 
 from penstock.config import TrainerConfig
+from penstock.groups.batch import Batch
 from penstock.samples import Sample
+from penstock.ticks import heard_by
+from penstock.trainer.critic import whitened
 from penstock.trainer.learner import NAME, Learner, NothingLearnt
 from penstock.trainer.losses.objective import OBJECTIVES
 from penstock.trainer.prepare import prepare
@@ -417,6 +422,46 @@ def test_a_critic_learns_what_episodes_earn_and_replaces_the_group_mean(make_mod
     other = AllRoles(make_model, config, max_staleness=2)
     other.read(tmp_path)
     assert run(other, lone, 1)[0].metrics["value_loss"] == run(learner, lone, 1)[0].metrics["value_loss"]
+
+
+@given(
+    parts=st.lists(
+        st.lists(st.lists(st.tuples(st.floats(-5, 5), st.booleans()), min_size=1, max_size=5), max_size=3),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_whitened_advantages_have_mean_zero_and_deviation_one_over_all_ranks(
+    parts: list[list[list[tuple[float, bool]]]],
+) -> None:
+    batches = [
+        Batch(
+            values={
+                "advantages": [np.asarray([value for value, _ in row], dtype=np.float32) for row in part],
+                "loss_mask": [np.asarray([flag for _, flag in row], dtype=np.uint8) for row in part],
+            }
+        )
+        for part in parts
+    ]
+    before = [value for part in parts for row in part for value, flag in row if flag]
+    found = whitened(batches)
+    after = [
+        float(value)
+        for batch in found
+        for row, mask in zip(batch["advantages"], batch["loss_mask"], strict=True)
+        for value, flag in zip(row, mask, strict=True)
+        if flag
+    ]
+    if len(before) > 1 and np.std(before) > 1e-2:
+        assert np.mean(after) == pytest.approx(0.0, abs=1e-3) and np.std(after) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_every_micro_batch_is_a_sign_of_progress(make_model: MakeModel, samples: list[Sample]) -> None:
+    ticks: list[None] = []
+    learner = learner_for(make_model(), TrainerConfig(tokens_per_microbatch=1))
+    with heard_by(lambda: ticks.append(None)):
+        accumulate(learner, samples)
+    assert len(ticks) == len(samples)
 
 
 def test_a_step_without_tokens_leaves_the_critic_alone(make_model: MakeModel) -> None:

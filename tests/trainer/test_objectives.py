@@ -94,7 +94,7 @@ GRADIENTS: dict[str, Callable[[Sequence[Token], Token], float]] = {
         -product(tokens, token) * token.advantage if product(tokens, token) <= 2.0 else 0.0
     ),
     "geometric_mask": geometric_mask,
-    "cispo": lambda tokens, token: -min(max(token.rho, 0.8), 1.28) * token.advantage,
+    "cispo": lambda tokens, token: -min(token.rho, 1.28) * token.advantage,
     "gspo": gspo,
     "topr": topr,
     "icepop": lambda tokens, token: -token.rho * token.advantage if 0.5 <= token.rho <= 5.0 else 0.0,
@@ -167,6 +167,24 @@ def test_the_current_policy_as_the_proximal_one_weighs_and_never_clips(tokens: l
     config = ObjectiveConfig(name="decoupled", proximal="current")
     expected = [decoupled(tokens, token) for token in tokens]
     assert gradient(tokens, config)[0] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@given(tokens=sampled())
+def test_tokens_beyond_the_cap_may_be_masked(tokens: list[Token]) -> None:
+    if on_an_edge(tokens):
+        return
+    config = ObjectiveConfig(name="decoupled", proximal="current", beyond_cap="mask")
+    found, loss = gradient(tokens, config)
+    expected = [0.0 if token.rho > 2.0 else -token.rho * token.advantage for token in tokens]
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert loss.clipped.tolist() == [float(token.rho > 2.0) for token in tokens]
+
+
+def test_weights_of_cispo_have_a_lower_bound_if_it_is_set() -> None:
+    tokens = [Token(-2.0, -1.0, 1.0, 0, 1)]
+    assert gradient(tokens, ObjectiveConfig.model_validate({"name": "cispo"}))[0] == pytest.approx([-math.exp(-1.0)])
+    bounded = ObjectiveConfig.model_validate({"name": "cispo", "clip_low": 0.2})
+    assert gradient(tokens, bounded)[0] == pytest.approx([-0.8])
 
 
 def test_a_recomputed_proximal_policy_bounds_the_step_and_the_weight_corrects() -> None:

@@ -119,6 +119,17 @@ def test_any_partition_of_the_samples_gives_the_same_update(
     same(together[size][0][f"{strategy}/{name}"], expected)
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bfloat16_compute_is_that_of_one_rank_but_for_rounding(
+    alone: Results, together: Together, strategy: str, size: int
+) -> None:
+    expected, found = alone["ddp/rounded"]["metrics"], together[size][0][f"{strategy}/rounded"]
+    assert found["dtypes"] == {torch.float32}
+    for name in ("loss", "grad_norm", "entropy", "ratio_mean", "value_loss", "value_grad_norm", "kl_engine_trainer"):
+        assert found["metrics"][name] == pytest.approx(expected[name], rel=0.03, abs=0.01), name
+
+
 @pytest.mark.parametrize(("size", "name"), each(settings_of))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_ranks_say_the_same_and_one_has_the_weights(

@@ -19,6 +19,7 @@ UNCORRECTED: tuple[ObjectiveName, ...] = ("reinforce", "pois")
 """Objectives without importance weights: they do not use the probabilities of the sampling policy."""
 
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cispo": {"clip_low": 1.0},
     "decoupled": {"proximal": "interpolated"},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "normalize": "sequence"},
     "geometric_mask": {"mask_low": 0.99, "mask_high": 1.01},
@@ -31,6 +32,7 @@ READ_BY: dict[str, tuple[ObjectiveName, ...]] = {
     "clip_high": (*get_args(Clipped), "cispo"),
     "dual_clip": get_args(Clipped),
     "weight_cap": (*get_args(Weighted), "decoupled"),
+    "beyond_cap": ("decoupled",),
     "mask_low": ("icepop", "geometric_mask"),
     "mask_high": ("icepop", "geometric_mask"),
     "second_moment": ("m2po",),
@@ -75,6 +77,9 @@ class AdvantagesConfig(Section):
     same state if their observations are equal, or what the environment returns in `info["state"]`."""
     normalize: bool = True
     """Divide advantages by the standard deviation of the rewards or returns that are compared (GRPO)."""
+    deviation: Literal["population", "sample"] = "population"
+    """Divisor of the variance: the number n of what is compared, or n - 1 (`sample`: verl, TRL, slime, OpenRLHF). In a
+    group of eight, advantages with `sample` are 6 % smaller."""
     discount: float = Field(0.95, gt=0, le=1)
     """`turn`, `gigpo`: factor on the reward of each later turn in the return of a turn."""
     turn_weight: float = Field(1.0, ge=0)
@@ -90,6 +95,8 @@ class AdvantagesConfig(Section):
         for setting in unread:
             if getattr(self, setting) != type(self).model_fields[setting].default:
                 yield f"{self.name} does not read {setting}"
+        if self.deviation == "sample" and not self.normalize:
+            yield "deviation is not read without normalize"
 
 
 class CriticConfig(Section):
@@ -101,6 +108,8 @@ class CriticConfig(Section):
     """Lambda of generalized advantage estimation: 0 uses only the next token's value, 1 only the reward."""
     clip: float = Field(0.2, gt=0)
     """Clip of the change of a value per step, in units of reward."""
+    whiten: bool = False
+    """Shift and scale the advantages of samples that arrive together to mean 0 and deviation 1 (verl, TRL)."""
 
 
 class LoraConfig(Section):
@@ -129,13 +138,17 @@ class ObjectiveConfig(Section):
     """The objective that the policy maximises. Formulas are in `trainer/losses/objective.py`."""
 
     name: ObjectiveName = "ppo"
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_low: float = Field(0.2, gt=0, le=1)
     clip_high: float = Field(0.28, gt=0)
-    """Clip range of a ratio: [1 - clip_low, 1 + clip_high] (DAPO's clip-higher). `gspo`: 3e-4 and 4e-4."""
+    """Clip range of a ratio: [1 - clip_low, 1 + clip_high] (DAPO's clip-higher). `gspo`: 3e-4 and 4e-4. `cispo`: 1, so
+    that weights have no lower bound."""
     dual_clip: float | None = Field(None, gt=1)
     """Upper bound of the loss where A < 0: this value times -A."""
     weight_cap: float = Field(2.0, gt=0)
     """Largest importance weight, for `tis`, `sequence_tis`, `sequence_mis` and `decoupled`."""
+    beyond_cap: Literal["truncate", "mask"] = "truncate"
+    """`decoupled`: what happens to a weight above `weight_cap`. `truncate` sets it to the cap, `mask` drops the token
+    (AReaL)."""
     mask_low: float = Field(0.5, ge=0)
     mask_high: float = Field(5.0, gt=0)
     """`icepop`: range of token ratios that are trained. `geometric_mask`: range of sample ratios that are trained, by

@@ -20,7 +20,7 @@ from typing import Any
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.groups.fused import Roles
-from penstock.trainer.critic import with_values
+from penstock.trainer.critic import whitened, with_values
 from penstock.trainer.rank_balancing import split_over_ranks
 from penstock.types import LearnerState, WeightsHandle
 
@@ -77,6 +77,7 @@ class ActorCritic:
             valued = zip(parts, values.result(), strict=True)
             parts = [with_values(part, computed["values"], self._config.critic) for part, computed in valued]
             learning = self._critic.learn(parts, self.policy_version)
+            parts = whitened(parts) if self._config.critic.whiten else parts
         counted: dict[str, float] = self._actor.accumulate(parts)
         if learning is not None:
             learning.result()

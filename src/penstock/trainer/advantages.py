@@ -9,8 +9,8 @@ the turns were played. The return of a turn is R_t = sum_(k >= t) discount^(k - 
 * `gigpo`: A + weight (R_t - mean(R)), the mean over all turns of the group in the same state. GiGPO (Feng et al., arXiv
   2505.10978). A state that occurs once adds nothing.
 
-With `normalize`, each difference is divided by the population standard deviation of what is compared; without it the
-first form is that of Dr. GRPO (arXiv 2503.20783).
+With `normalize`, each difference is divided by the standard deviation of what is compared, of the population or of the
+sample; without it the first form is that of Dr. GRPO (arXiv 2503.20783).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def advantages(
 ) -> Floats | list[Floats]:
     """Return the advantage of each sample, [n], or of each token: n arrays, 0 outside the actions of trained turns.
     `dropped`: samples that are not trained, and not compared. Their turns have earned rewards all the same."""
-    of_units = _advantages_of_units(samples, normalize=settings.normalize)
+    of_units = _advantages_of_units(samples, settings)
     if not settings.are_of_turns:
         return of_units
     per_token = [np.zeros(len(sample.token_ids), dtype=np.float32) for sample in samples]
@@ -83,14 +83,14 @@ def _role(sample: Sample) -> str:
     return "" if sample.credit is None else sample.credit.role
 
 
-def _advantages_of_units(samples: Sequence[Sample], *, normalize: bool) -> Floats:
+def _advantages_of_units(samples: Sequence[Sample], settings: AdvantagesConfig) -> Floats:
     """Return each sample's advantage, [n]. Each unit counts once, however many samples it has."""
     units: dict[Unit, int] = {}
     places = [units.setdefault(_unit(sample), len(units)) for sample in samples]
     rewards, compared = np.zeros(len(units)), [("", 0)] * len(units)
     for sample, place in zip(samples, places, strict=True):
         rewards[place], compared[place] = _reward(sample), (_role(sample), sample.group)
-    return group_advantages(rewards, _numbered(compared), normalize=normalize)[places]
+    return group_advantages(rewards, _numbered(compared), settings)[places]
 
 
 def _advantages_of_turns(
@@ -112,7 +112,7 @@ def _advantages_of_turns(
                 keys.append((unit, turn.turn))
                 returns.append(later)
                 compared.append((one.group, _role(one), place if settings.name == "turn" else turn.state))
-    found = group_advantages(returns, _numbered(compared), normalize=settings.normalize)
+    found = group_advantages(returns, _numbered(compared), settings)
     return dict(zip(keys, found.tolist(), strict=True))
 
 
@@ -130,9 +130,9 @@ def _numbered(keys: Sequence[Hashable]) -> list[int]:
 
 
 def group_advantages(
-    rewards: npt.ArrayLike, groups: npt.ArrayLike, *, normalize: bool
+    rewards: npt.ArrayLike, groups: npt.ArrayLike, settings: AdvantagesConfig
 ) -> npt.NDArray[np.float32]:  # [n]
-    """Return A_i = r_i - mean(group), divided by the group's population standard deviation if `normalize`.
+    """Return A_i = r_i - mean(group), divided by the group's standard deviation if `settings.normalize`.
 
     `rewards` and `groups` have shape [n]. Equal entries in `groups` mark the samples of one group. A group with equal
     rewards gets exactly zero, even if rounding of the mean would give another value.
@@ -142,8 +142,9 @@ def group_advantages(
     centered = reward - (np.bincount(group, weights=reward) / sizes)[group]
     num_different = np.bincount(group, weights=reward != reward[first][group])
     centered[num_different[group] == 0] = 0.0
-    if normalize:
-        deviation = np.sqrt(np.bincount(group, weights=centered**2) / sizes)
+    if settings.normalize:
+        divisor = sizes if settings.deviation == "population" else np.maximum(sizes - 1, 1)
+        deviation = np.sqrt(np.bincount(group, weights=centered**2) / divisor)
         centered /= deviation[group] + EPSILON
     return centered.astype(np.float32)
 

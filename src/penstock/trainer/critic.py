@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from penstock.config.trainer_settings import CriticConfig
 from penstock.groups.batch import Batch
-from penstock.trainer.advantages import generalized_advantages
-from penstock.trainer.model_role import ModelRole
+from penstock.trainer.advantages import EPSILON, generalized_advantages
+from penstock.trainer.model_role import Bools, ModelRole
 from penstock.trainer.optimizer import adamw, load_optimizer, take_step
 from penstock.trainer.packing import MicroBatch, TokenTable, flatten, per_sample
 from penstock.trainer.shards import load_parameters, read_state
@@ -55,7 +55,7 @@ class Critic(ModelRole):
         assert self._config.critic is not None
         self._settings = self._config.critic
         self._function = ValueFunction(model)
-        self._strategy.place(self._function)
+        self._strategy.place(self._function, precise=[self._function.head])
         self._parameters = list(self._function.parameters())
         self._optimizer = adamw(self._parameters)
         self._optimizers = [self._optimizer]
@@ -119,6 +119,27 @@ class Critic(ModelRole):
         with self._autocast():
             value: Tensor = self._function(micro.inputs, micro.rows, micro.columns)
         return value[:, 0]
+
+
+def whitened(parts: Sequence[Batch]) -> list[Batch]:
+    """Return the parts of a batch from `with_values` with advantages of mean 0 and standard deviation 1 over the
+    sampled tokens of all parts."""
+    masks = [[np.asarray(mask, dtype=np.bool_) for mask in part["loss_mask"]] for part in parts]
+    sampled = [own[mask] for part, rows in zip(parts, masks, strict=True) for own, mask in _rows(part, rows)]
+    values = flatten(sampled, np.float64)
+    if not len(values):
+        return list(parts)
+    mean, deviation = float(values.mean()), float(values.std()) + EPSILON
+    found = []
+    for part, rows in zip(parts, masks, strict=True):
+        own = [np.where(mask, (row - mean) / deviation, 0.0).astype(np.float32) for row, mask in _rows(part, rows)]
+        kept = part.keep(name for name in part.names if name != "advantages")
+        found.append(kept.union(Batch(values={"advantages": own})))
+    return found
+
+
+def _rows(part: Batch, masks: Sequence[Bools]) -> Iterator[tuple[npt.NDArray[np.float32], Bools]]:
+    return zip(part["advantages"], masks, strict=True)
 
 
 def with_values(batch: Batch, values: Sequence[npt.NDArray[np.float32]], config: CriticConfig) -> Batch:

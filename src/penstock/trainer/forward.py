@@ -9,28 +9,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.config import ConfigError
 from penstock.model.load_policy import FULL, attention_kinds
+from penstock.trainer.output_layer import OutputLayer, gathered, needs_chunks
 from penstock.trainer.packing import PASS_COST_TOKENS, MicroBatch
 
 LAUNCH_FLOPS = 50 * 10**12
 """Compute of an accelerator during the time that it takes to launch the kernels of a forward and a backward pass: 170
 ms for 28 layers, at 300 TFLOP/s. For a small model this equals more tokens than for a large model."""
 
-ENTROPY_ELEMENTS = 2**26
-"""Logits per chunk of the entropy computation. Without chunks, a large vocabulary makes the intermediate tensors as
-large as the logits."""
-
 Autocast = Callable[[], AbstractContextManager[Any]]
 """Makes the context of a forward pass: `torch.autocast`, enabled or not."""
 
 
 def token_logprobs(model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return (log-probabilities, entropies) of the micro-batch's trained tokens, both [N] in float32."""
-    return token_statistics(token_logits(model, micro), micro.chosen, temperature=micro.temperature)
+    """Return (log-probabilities, entropies) of the micro-batch's trained tokens, both [N] in float32.
+
+    The logits of many tokens are never all in memory, if the model allows that (see `OutputLayer`).
+    """
+    vocab = int(model.config.get_text_config().vocab_size)
+    layer = OutputLayer.of(model) if needs_chunks(len(micro.chosen), vocab) else None
+    if layer is None:
+        return token_statistics(token_logits(model, micro), micro.chosen, temperature=micro.temperature)
+    return _in_chunks(model, layer, micro)
 
 
 def token_statistics(
@@ -44,12 +49,9 @@ def token_statistics(
     H = -sum_v pi(v) log pi(v) over the whole vocabulary, in nats; it carries no gradient.
     """
     divisor = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
-    scaled = logits.float() if isinstance(divisor, float) and divisor == 1.0 else logits.float() / divisor
-    log_pi = torch.log_softmax(scaled, dim=-1)
-    rows = max(ENTROPY_ELEMENTS // logits.shape[-1], 1)
-    parts = torch.split(log_pi.detach(), rows)
-    entropy = torch.cat([-(part.exp() * part).nan_to_num(nan=0.0).sum(dim=-1) for part in parts])  # 0 * log 0 = 0
-    return log_pi.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropy
+    return gathered(
+        logits.float() if isinstance(divisor, float) and divisor == 1.0 else logits.float() / divisor, chosen
+    )
 
 
 def shares_prefixes(model: PreTrainedModel) -> bool:
@@ -92,14 +94,46 @@ def token_logits(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
     Models with `logits_to_keep` project only the trained tokens. With a large vocabulary, the logits of the remaining
     tokens would need more memory than everything else. The model itself applies any later operation (caps, scales).
     """
+    logits: Tensor = model(**_inputs(model, micro)).logits
+    return _trained(logits, micro)
+
+
+def _in_chunks(model: PreTrainedModel, layer: OutputLayer, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return what `token_logprobs` does, without the logits of all tokens.
+
+    The chunks are computed where the model calls its output layer, which then gets no token. They are the output of the
+    whole model: a sharded model gathers its weights for the backward pass of its output.
+    """
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def compute(_: Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        hidden = _trained(given[0], micro)
+        found.append(layer.statistics(hidden, micro.chosen, temperature=micro.temperature))
+        return (hidden[:0],)
+
+    def give(_: Module, given: Any, output: Any) -> tuple[Tensor, Tensor]:
+        return found.pop()
+
+    inputs = _inputs(model, micro)
+    with layer.head.register_forward_pre_hook(compute), model.register_forward_hook(give, prepend=True):
+        statistics: tuple[Tensor, Tensor] = model(**inputs)
+    return statistics
+
+
+def _inputs(model: PreTrainedModel, micro: MicroBatch) -> dict[str, Any]:
+    """Return the model's arguments for a micro-batch. They ask for the logits of its trained tokens alone, if the model
+    can do that."""
     if not _accepts(model, "logits_to_keep"):
-        logits: Tensor = model(input_ids=micro.inputs, use_cache=False).logits
-        return logits[micro.rows, micro.columns]
+        return {"input_ids": micro.inputs, "use_cache": False}
     kept = torch.zeros_like(micro.inputs, dtype=torch.bool)
     kept[micro.rows, micro.columns] = True
     prefix = _prefix(model, micro) if micro.prefixes.shape[1] else {"use_cache": False}
-    found: Tensor = model(input_ids=micro.inputs, logits_to_keep=kept, **prefix).logits
-    return found
+    return {"input_ids": micro.inputs, "logits_to_keep": kept, **prefix}
+
+
+def _trained(values: Tensor, micro: MicroBatch) -> Tensor:
+    """Return values of the trained tokens, [N, ...], from those that the model has kept, or from all [R, L, ...]."""
+    return values[micro.rows, micro.columns] if values.dim() > 2 else values
 
 
 def _prefix(model: PreTrainedModel, micro: MicroBatch) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.model.compute import BusyClock
+from penstock.ticks import tick
 from penstock.trainer.forward import pass_cost, recompute_activations, shares_prefixes
 from penstock.trainer.packing import Ints, MicroBatch, TokenTable, flatten, micro_batches, per_sample
 from penstock.trainer.ranks import Ranks
@@ -55,10 +56,13 @@ class Passes:
         self._cost = pass_cost(model, strategy.device)
 
     def of(self, table: TokenTable) -> Iterator[MicroBatch]:
-        """Yield micro-batches that hold every sample with a trained token exactly once."""
+        """Yield micro-batches that hold every sample with a trained token exactly once. Each one is a tick of
+        progress."""
         device = self._strategy.device
         made = micro_batches(table, self._max_tokens, device, share_prefixes=self._share, pass_cost=self._cost)
-        return self._strategy.passes(made)
+        for micro in self._strategy.passes(made):
+            yield micro
+            tick()
 
 
 class ModelRole(ABC):
@@ -87,19 +91,19 @@ class ModelRole(ABC):
         """Take ownership of `model`, and place it on the ranks.
 
         `model`: has float32 weights, and lies where `strategy_of` expects it.
-        `compute_dtype`: dtype of the passes (autocast), preferably that of the servers; autocast is on for bfloat16
-        only.
+        `compute_dtype`: dtype of the passes, preferably that of the servers. For bfloat16, replicas use autocast, and
+        shards are gathered in it.
         `ranks`: None if this is the only rank.
         """
         if self.is_trained and config.activation_checkpointing:
             recompute_activations(model)
         self._config, self._ranks = config, ranks or Ranks()
-        self._strategy = strategy_of(model, config, self._ranks)
+        self._strategy = strategy_of(model, config, self._ranks, compute_dtype)
         self._device = self._strategy.device
         max_tokens = config.tokens_per_microbatch
         self._passes = Passes(model, self._strategy, max_tokens=max_tokens, share_prefixes=self.shares_prefixes)
-        is_bfloat16 = compute_dtype == torch.bfloat16
-        self._autocast = partial(torch.autocast, self._device.type, torch.bfloat16, enabled=is_bfloat16)
+        casts = compute_dtype == torch.bfloat16 and not self._strategy.is_sharded
+        self._autocast = partial(torch.autocast, self._device.type, torch.bfloat16, enabled=casts)
         self._max_staleness, self._segments = max_staleness, config.objective.segments
         self.busy = BusyClock(self._device)
         self._released: Sequence[Module] = ()

@@ -3,7 +3,8 @@
 Replicas accumulate gradients locally, and sum them over ranks once per step. With shards, every forward or backward
 pass of one rank is a pass of all ranks: layers are gathered when needed, and gradients are reduced to shards. Ranks
 with fewer micro-batches therefore run passes over empty ones. Shards also exclude prefix sharing: gradients through
-cached keys and values bypass the layers' outputs, and FSDP attaches its gathering to those outputs.
+cached keys and values bypass the layers' outputs, and FSDP attaches its gathering to those outputs. Shards are float32.
+In a run that computes in bfloat16, layers are gathered in bfloat16, and their gradients are reduced in float32.
 
 In both cases gradients are plain sums over the ranks.
 """
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
@@ -41,10 +42,11 @@ class Strategy:
         """`device`: the device on which this rank computes."""
         self.ranks, self.device = ranks, device
 
-    def place(self, module: Module) -> None:
+    def place(self, module: Module, *, precise: Sequence[Module] = ()) -> None:
         """Distribute `module` over the ranks, in place, with rank 0's weights.
 
-        Frozen parameters of replicas are equal on all ranks from the start.
+        Frozen parameters of replicas are equal on all ranks from the start. `precise`: parts of the module that compute
+        in float32 in any run.
         """
         trained = [parameter.detach() for parameter in module.parameters() if parameter.requires_grad]
         self.ranks.broadcast(trained, BROADCAST)
@@ -80,7 +82,7 @@ class Sharded(Strategy):
 
     is_sharded = True
 
-    def __init__(self, ranks: Ranks, policy: PreTrainedModel) -> None:
+    def __init__(self, ranks: Ranks, policy: PreTrainedModel, compute_dtype: torch.dtype) -> None:
         """`ranks` have met. `policy` has no adapters. Raises `ConfigError` if torch is too old to sum gradients of
         shards without averaging."""
         assert ranks.device is not None
@@ -92,9 +94,13 @@ class Sharded(Strategy):
         super().__init__(ranks, ranks.device)
         self._mesh = init_device_mesh(self.device.type, (ranks.size,))
         self._hollow = _hollow(policy)
+        self._precision = MixedPrecisionPolicy()
+        if compute_dtype != torch.float32:
+            self._precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
 
-    def place(self, module: Module) -> None:
-        self._load_sharded(module, {name: parameter.detach() for name, parameter in module.named_parameters()})
+    def place(self, module: Module, *, precise: Sequence[Module] = ()) -> None:
+        weights = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        self._load_sharded(module, weights, precise)
 
     def copied(self, policy: PreTrainedModel) -> PreTrainedModel:
         made = copy.deepcopy(self._hollow)
@@ -111,14 +117,14 @@ class Sharded(Strategy):
         for _ in range(int(most) - len(own)):
             yield idle(self.device)
 
-    def _load_sharded(self, module: Module, weights: Mapping[str, Tensor]) -> None:
+    def _load_sharded(self, module: Module, weights: Mapping[str, Tensor], precise: Sequence[Module] = ()) -> None:
         """Shard `module`, and load `weights` and rank 0's buffers into it.
 
         Each of `weights` is sharded already, or rank 0's value counts and the other ranks' values do not. No device
         needs memory for more than its shard and one layer, unless the whole module was on the device before.
         """
         buffers = dict(module.named_buffers())
-        self._shard(module)
+        self._shard(module, precise)
         module.to_empty(device=self.device)
         for name, buffer in module.named_buffers():
             buffer.copy_(self._on_all_ranks(buffers[name]))
@@ -133,13 +139,15 @@ class Sharded(Strategy):
         self.ranks.broadcast([given], BROADCAST)
         return given
 
-    def _shard(self, module: Module) -> None:
+    def _shard(self, module: Module, precise: Sequence[Module]) -> None:
         """Shard each layer separately, and the root.
 
         The root too is resharded after its forward pass: while gathered, it would miss changes of its weights.
         """
+        for part in precise:
+            fully_shard(part, mesh=self._mesh, reshard_after_forward=True)
         for layer in (*_layers(module), module):
-            fully_shard(layer, mesh=self._mesh, reshard_after_forward=True)
+            fully_shard(layer, mesh=self._mesh, reshard_after_forward=True, mp_policy=self._precision)
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_force_sum_reduction_for_comms(True)
@@ -151,12 +159,14 @@ def is_sharded(config: TrainerConfig, ranks: Ranks) -> bool:
     return config.distributed.strategy == "fsdp" and ranks.size > 1
 
 
-def strategy_of(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> Strategy:
+def strategy_of(
+    policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks, compute_dtype: torch.dtype = torch.float32
+) -> Strategy:
     """Return the configured strategy for a policy that is not sharded yet.
 
     For sharding, rank 0 has the policy on any device, and the other ranks have it without weights (`meta`).
     """
-    return Sharded(ranks, policy) if is_sharded(config, ranks) else Strategy(ranks, policy.device)
+    return Sharded(ranks, policy, compute_dtype) if is_sharded(config, ranks) else Strategy(ranks, policy.device)
 
 
 def _layers(module: Module) -> list[Module]:

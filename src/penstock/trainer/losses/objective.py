@@ -73,13 +73,15 @@ def decoupled(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
     """Return -w min(u A, clip(u, 1 - clip_low, 1 + clip_high) A), u = pi / prox, w = sg(min(prox / mu, cap)).
 
     Hilton et al., arXiv 2110.00641, eq. 5; AReaL (arXiv 2505.24298), eq. 5. The clip bounds the step away from prox.
-    The weight corrects for the difference between prox and mu.
+    The weight corrects for the difference between prox and mu. With `beyond_cap: mask`, w = 0 where prox / mu > cap.
     """
     prox = _proximal(tokens, config)
-    weight = ratio(prox, tokens.behaviour).clamp(max=config.weight_cap)
+    weight = ratio(prox, tokens.behaviour)
+    beyond = (weight > config.weight_cap).to(weight.dtype) * (config.beyond_cap == "mask")
+    weight = weight.clamp(max=config.weight_cap) * (1.0 - beyond)
     u = ratio(tokens.logprobs, prox)
     surrogate, clipped = _surrogate(u, tokens, config)
-    return PolicyLoss(-weight * surrogate, clipped)
+    return PolicyLoss(-weight * surrogate, torch.maximum(clipped, beyond))
 
 
 def tis(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
@@ -124,7 +126,7 @@ def geometric_mask(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
 def cispo(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
     """Return -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi: the weight is clipped, no token loses its gradient.
 
-    MiniMax-M1 (arXiv 2506.13585), eq. 4.
+    MiniMax-M1 (arXiv 2506.13585), eq. 4; without a lower bound, as there.
     """
     rho = ratio(tokens.logprobs, tokens.behaviour).detach()
     return _score(rho.clamp(1.0 - config.clip_low, 1.0 + config.clip_high), tokens)

@@ -1,0 +1,226 @@
+"""The output layer in chunks: log-probabilities and entropies of tokens, without the logits of all tokens at once.
+
+With a large vocabulary the logits of a long answer need more memory than the rest of the model: 20 GB in float32 for
+32k tokens and 150k entries. Here they are computed for some tokens at a time, and again in the backward pass. So the
+peak does not depend on the number of tokens. This is the output layer of prime-rl, and of Liger's fused cross entropy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Linear, Module
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+CHUNK_ELEMENTS = 2**26
+"""Logits per chunk."""
+PROBED = 8
+"""Width and vocabulary of the small output layer that shows what a model does to its logits."""
+NAMED_FACTORS: dict[str, Callable[[float], float]] = {
+    "logit_scale": lambda value: value,  # Cohere
+    "logits_scaling": lambda value: 1.0 / value,  # Granite
+    "lm_head_multiplier": lambda value: value,  # Falcon-H1
+}
+"""Settings of models whose logits are multiplied by a number, and this number."""
+
+
+def needs_chunks(num_tokens: int, vocab: int) -> bool:
+    """Return whether the logits of so many tokens are better computed in chunks."""
+    return num_tokens * vocab > CHUNK_ELEMENTS
+
+
+class Scaling(NamedTuple):
+    """What a model does to the logits of its output layer: `cap * tanh(factor * logits / cap)`."""
+
+    factor: float = 1.0
+    cap: float | None = None
+    """None: no cap."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        scaled = logits if self.factor == 1.0 else logits * self.factor
+        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
+
+
+class OutputLayer(NamedTuple):
+    """The output layer of a model, and what the model does to its logits."""
+
+    head: Linear
+    scaling: Scaling
+
+    @classmethod
+    def of(cls, model: Any) -> OutputLayer | None:
+        """Return the output layer of a model. None if it is no plain linear layer, or if the model does something else
+        to its logits: then they must be computed by the model itself."""
+        head = model.get_output_embeddings()
+        if type(head) is not Linear or head not in model.children():
+            return None
+        config = model.config.get_text_config()
+        named = [(factor, getattr(config, name, None)) for name, factor in NAMED_FACTORS.items()]
+        factors = [factor(value) for factor, value in named if value]
+        scaling = Scaling(factors[0] if factors else 1.0, getattr(config, "final_logit_softcapping", None))
+        return cls(head, scaling) if _is_true(scaling, model) else None
+
+    def statistics(
+        self,
+        hidden: Tensor,  # [num_tokens, width]
+        chosen: Tensor,  # [num_tokens], token ids
+        *,
+        temperature: float | Tensor = 1.0,  # of all tokens, or [num_tokens]
+    ) -> tuple[Tensor, Tensor]:
+        """Return (log pi(chosen), H(pi)), both [num_tokens] in float32, as `token_statistics` does."""
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        divisor = temperature[:, None] if isinstance(temperature, Tensor) else temperature
+        with torch.autocast(device, enabled=False):
+            arguments = (hidden.to(dtype), self.head.weight, self.head.bias, chosen, divisor, self.scaling)
+            found: tuple[Tensor, Tensor] = _Chunks.apply(*arguments)  # type: ignore[no-untyped-call]
+        return found
+
+
+def gathered(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (log pi(chosen), H(pi)) with pi = softmax(logits). `logits`: [n, vocab] in float32; `chosen`: [n]."""
+    log_pi = torch.log_softmax(logits, dim=-1)
+    del logits  # frees them if nobody else has them
+    return log_pi.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropies(log_pi.detach())
+
+
+def entropies(log_pi: Tensor) -> Tensor:
+    """Return the entropy of each row of log-probabilities, in nats. [n, vocab] -> [n]"""
+    parts = (log_pi[rows] for rows in _chunks(*log_pi.shape))
+    return torch.cat([-part.exp().mul_(part).nan_to_num_(nan=0.0).sum(dim=-1) for part in parts])  # 0 * log 0 = 0
+
+
+class _Chunks(torch.autograd.Function):
+    """Log-probabilities and entropies from hidden states. Only the log-probabilities carry a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [num_tokens, width], in the dtype of the product
+        weight: Tensor,  # [vocab, width]
+        bias: Tensor | None,  # [vocab]
+        chosen: Tensor,  # [num_tokens]
+        divisor: float | Tensor,  # [num_tokens, 1]
+        scaling: Scaling,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, bias, chosen, divisor if isinstance(divisor, Tensor) else None)
+        ctx.divisor, ctx.scaling = divisor, scaling
+        used = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        parts = [
+            gathered(_divided(_logits(hidden[rows], *used, scaling), divisor, rows), chosen[rows])
+            for rows in _chunks(len(hidden), len(weight))
+        ]
+        logprobs, entropy = (torch.cat(each) for each in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, chosen, divisors = ctx.saved_tensors
+        divisor, scaling = ctx.divisor if divisors is None else divisors, ctx.scaling
+        wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        used = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
+        for rows in _chunks(len(hidden), len(weight)):
+            part = hidden[rows]
+            logits = _logits(part, *used, scaling)
+            slope = None if scaling.cap is None else 1.0 - (logits / scaling.cap) ** 2
+            logits = _divided(logits, divisor, rows)
+            flow = torch.softmax(logits, dim=-1).neg_()  # d log pi(chosen) / d logits = one-hot - pi
+            del logits
+            flow.scatter_add_(1, chosen[rows, None], torch.ones_like(flow[:, :1]))
+            flow *= _divided(grad[rows, None] * scaling.factor, divisor, rows)
+            if slope is not None:
+                flow *= slope
+            flow = flow.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(flow, used[0], out=grad_hidden[rows])
+            if grad_weight is not None:
+                grad_weight += flow.T @ part
+            if grad_bias is not None:
+                grad_bias += flow.sum(dim=0)
+        return grad_hidden, _like(grad_weight, weight), _like(grad_bias, bias), None, None, None
+
+
+def _like(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
+    return None if grad is None else grad.to(parameter.dtype)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
+    """Return the logits of some tokens in float32, before the division by the temperature."""
+    return scaling(nn.functional.linear(hidden, weight, bias).float())
+
+
+def _divided(values: Tensor, divisor: float | Tensor, rows: slice) -> Tensor:
+    if isinstance(divisor, Tensor):
+        return values / divisor[rows]
+    return values if divisor == 1.0 else values / divisor
+
+
+def _chunks(num_tokens: int, vocab: int) -> Iterator[slice]:
+    """Yield the rows of each chunk; one empty chunk if there is no row."""
+    size = max(CHUNK_ELEMENTS // vocab, 1)
+    for start in range(0, max(num_tokens, 1), size):
+        yield slice(start, start + size)
+
+
+_KNOWN: dict[tuple[type[PreTrainedModel], Scaling], bool] = {}
+"""Results of `_is_true`."""
+
+
+def _is_true(scaling: Scaling, model: PreTrainedModel) -> bool:
+    """Return whether a model does this to its logits.
+
+    A small layer takes the place of the output layer, and known hidden states that of the body.
+    """
+    cls: Any = next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+    if (cls, scaling) not in _KNOWN:
+        _KNOWN[cls, scaling] = _shown_by(model, cls, scaling)
+    return _KNOWN[cls, scaling]
+
+
+def _shown_by(model: Any, cls: Any, scaling: Scaling) -> bool:
+    head = model.get_output_embeddings()
+    name = next(name for name, child in model.named_children() if child is head)
+    hidden = torch.linspace(-PROBED, PROBED, PROBED * PROBED).view(1, PROBED, PROBED)
+    same = Linear(PROBED, PROBED, bias=False)
+    with torch.no_grad():
+        same.weight.copy_(torch.eye(PROBED))
+    stand_in = cls.__new__(cls)
+    Module.__init__(stand_in)
+    vars(stand_in).update({key: value for key, value in vars(model).items() if key not in vars(Module())})
+    stand_in.add_module(model.base_model_prefix, _Body(hidden))
+    stand_in.add_module(name, same)
+    try:
+        logits = stand_in.eval()(input_ids=torch.zeros(1, PROBED, dtype=torch.long), use_cache=False).logits
+    except Exception:  # the model does more than its body and its output layer do
+        return False
+    return bool(torch.allclose(logits.float(), scaling(hidden), rtol=1e-5))
+
+
+class _Body(Module):
+    """Stands for the body of a model."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
+        return _Shown(last_hidden_state=self._hidden)
+
+
+class _Shown(MoeModelOutputWithPast):
+    """The output of any body: what it lacks is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
