@@ -48,9 +48,9 @@ CASES = {
     ),
     "slow tools, this machine": Case(
         ("env.name=long_answers:Research", "env.max_turns=4", "env.max_new_tokens=48"),
-        tuned_steps=600,
-        fixed_steps=200,
-        measured_steps=130,
+        tuned_steps=170,
+        fixed_steps=60,
+        measured_steps=45,
     ),
 }
 
