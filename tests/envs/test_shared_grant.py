@@ -53,11 +53,12 @@ def played(plans: list[Plan]) -> tuple[Scheduler, list[list[int]], float]:
             await asyncio.sleep(plan.arrives_s)
             number: int | None = None
             for seconds in plan.segments_s:
-                async with shared.segment(number) as (number, grant):
-                    grants.append(grant.max_tokens)
-                    scheduler.num_running += 1
-                    await asyncio.sleep(seconds)
-                    scheduler.num_running -= 1
+                number, grant = await shared.begin(number)
+                grants.append(grant.max_tokens)
+                scheduler.num_running += 1
+                await asyncio.sleep(seconds)
+                scheduler.num_running -= 1
+                shared.end()
 
         async with asyncio.TaskGroup() as tasks:
             for plan, grants in zip(plans, used, strict=True):
@@ -103,8 +104,9 @@ def test_who_leaves_while_waiting_does_not_take_the_grant_along() -> None:
         shared = SharedGrant(SegmentGrant(episode=EPISODE, max_tokens=1), scheduler.request, waiter="e")
 
         async def take() -> int:
-            async with shared.segment(None) as (_, grant):
-                return grant.max_tokens
+            _, grant = await shared.begin(None)
+            shared.end()
+            return grant.max_tokens
 
         assert await take() == 1
         leaving, staying = asyncio.create_task(take()), asyncio.create_task(take())

@@ -285,8 +285,11 @@ class EnvManager:
 
     async def _generate_for_agent(self, shared: SharedGrant, turn: OpenTurn) -> Segment:
         """Generate the next segment of an agent's answer."""
-        async with shared.segment(turn.grant) as (turn.grant, grant):
+        turn.grant, grant = await shared.begin(turn.grant)
+        try:
             return await self._generate(turn, grant)
+        finally:
+            shared.end()
 
     # --- the manager runs the loop of an environment ---------------------------------------------------------------
 

@@ -8,8 +8,7 @@ is requested when an answer needs it and all segments of the current one have en
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 from penstock.deadline import deadline, holding
 from penstock.types import SegmentGrant
@@ -32,29 +31,30 @@ class SharedGrant:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
-    @asynccontextmanager
-    async def segment(self, used: int | None) -> AsyncIterator[tuple[int, SegmentGrant]]:
-        """Wait for a grant, and yield its number and the grant to a body that generates one segment. `used`: number of
-        the latest grant that the answer has used; None if it has used none."""
+    async def begin(self, used: int | None) -> tuple[int, SegmentGrant]:
+        """Wait for a grant, and return its number and the grant. The caller generates one segment, and then calls
+        `end`. `used`: number of the latest grant that the answer has used; None if it has used none."""
         is_open = self._is_new or not self._is_idle.is_set()
         if not is_open or used == self._number or self._renewing.locked():
             await self._renew(continues=used is not None)
         self._is_new = False
         self._num_generating += 1
         self._is_idle.clear()
-        try:
-            yield self._number, self._grant
-        finally:
-            self._num_generating -= 1
-            if not self._num_generating:
-                self._is_idle.set()
+        return self._number, self._grant
+
+    def end(self) -> None:
+        """Note that a segment has ended, or has failed."""
+        self._num_generating -= 1
+        if not self._num_generating:
+            self._is_idle.set()
 
     async def _renew(self, *, continues: bool) -> None:
         """Wait for the next grant. Of all that wait for it, one requests it."""
         number = self._number
         async with holding(self._renewing, TURN_S, waiter=self._waiter, **OTHERS):
             if self._number == number:
-                async with deadline(TURN_S, waiter=self._waiter, **OTHERS):
-                    await self._is_idle.wait()
+                if not self._is_idle.is_set():
+                    async with deadline(TURN_S, waiter=self._waiter, **OTHERS):
+                        await self._is_idle.wait()
                 self._grant = await self._request(continues)
                 self._number += 1
