@@ -10,8 +10,8 @@ plays or schedules, so only the bus works. Acknowledgements are not counted as m
 acknowledgements. Meanwhile each worker asks for ten turns per second, a usual rate for some tens of episodes.
 `controller_us_per_message`: processor time of the controller per message, at the highest speed.
 
-`pool_vs_copy`: the pool writes, indexes, maps, checks and reads groups. A plain copy moves the same bytes into a mapped
-file in the same directory, and out of it. The figure is the pool's bytes per second over those of the copy.
+`pool_vs_copy`: the pool writes, indexes, maps, checks and reads groups. A plain copy moves the very records into a
+mapped file in the same directory, and out of it. The figure is the pool's bytes per second over those of the copy.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from penstock.control.remote_workers import RemoteWorkers
 from penstock.ports.work import Work
 from penstock.samples import Sample
 from penstock.store.experience_pool import ExperiencePool
-from penstock.store.payload_files import PayloadReader, PayloadWriter
+from penstock.store.payload_files import PayloadReader, PayloadWriter, encode
 from penstock.types import EpisodeId, EpisodeSummary, PayloadRef, Sampling, SegmentGrant, Task
 
 WORKERS = (1, 8, 64)
@@ -343,31 +343,33 @@ def touch(sample: Sample) -> None:
         column.copy()
 
 
-def through_mapping(directory: Path, record: bytes, count: int) -> float:
-    """Return the seconds for a copy of as many bytes into a mapped file, and out of it."""
-    size = len(record)
-    source = np.frombuffer(record, dtype=np.uint8)
+def through_mapping(directory: Path, records: Sequence[bytes]) -> float:
+    """Return the seconds for a copy of the records into a mapped file, and out of it."""
+    sources = [np.frombuffer(record, dtype=np.uint8) for record in records]
+    ends = np.cumsum([len(record) for record in records]).tolist()
     with (directory / "copy").open("w+b") as file:
-        file.truncate(size * count)
+        file.truncate(ends[-1])
         began = time.perf_counter()
-        with mmap.mmap(file.fileno(), size * count) as mapped:
-            target = np.frombuffer(mapped, dtype=np.uint8).reshape(count, size)
-            for start in range(0, count, STEP):
-                for number in range(start, start + STEP):
-                    target[number] = source
-                for number in range(start, start + STEP):
-                    target[number].copy()
-            del target
+        with mmap.mmap(file.fileno(), ends[-1]) as mapped:
+            whole = np.frombuffer(mapped, dtype=np.uint8)
+            targets = [whole[end - len(source) : end] for source, end in zip(sources, ends, strict=True)]
+            for start in range(0, len(records), STEP):
+                for target, source in zip(targets[start : start + STEP], sources[start : start + STEP], strict=True):
+                    target[:] = source
+                for target in targets[start : start + STEP]:
+                    target.copy()
+            del whole, targets, target
         return time.perf_counter() - began
 
 
 def pool_figures(figures: Figures, *, quick: bool) -> None:
     groups = [group_of(number) for number in range(GROUPS // 8 if quick else GROUPS)]
+    records = [bytes(encode(samples, bytearray())) for samples in groups]
     pools, copies, shares = [], [], []
     for _ in range(2 if quick else ROUNDS):
         with TemporaryDirectory() as directory:
             seconds, num_bytes = through_pool(Path(directory), groups)
-            plain = through_mapping(Path(directory), bytes(num_bytes // len(groups)), len(groups))
+            plain = through_mapping(Path(directory), records)
         pools.append(num_bytes / seconds / 1e9)
         copies.append(num_bytes / plain / 1e9)
         shares.append(plain / seconds)

@@ -153,16 +153,15 @@ def _decode(record: memoryview) -> list[Sample]:
     headers = _decoder.decode(record[_PREFIX.size : _PREFIX.size + header_length])
     if any(h.num_tokens < 0 for h in headers):
         raise PayloadError("not a payload record: a sample has a negative number of tokens")
-    if not all(_are_in_order(h.turns, h.num_tokens) for h in headers):
+    if not all(_are_in_order(h.turns, h.num_tokens) for h in headers if h.turns):
         raise PayloadError("not a payload record: the turns of a sample overlap, or leave it")
     bounds = [0, *accumulate(h.num_tokens for h in headers)]
     offset = _aligned(_PREFIX.size + header_length)
-    columns: dict[str, list[npt.NDArray[Any]]] = {}
-    for name, dtype in _COLUMNS:
-        column = np.frombuffer(record, dtype=dtype, count=bounds[-1], offset=offset)
-        columns[name] = [column[start:end] for start, end in pairwise(bounds)]
-        offset = _aligned(offset + column.nbytes)
-    arrays = [dict(zip(columns, own, strict=True)) for own in zip(*columns.values(), strict=True)]
+    columns: list[npt.NDArray[Any]] = []
+    for _, dtype in _COLUMNS:
+        columns.append(np.frombuffer(record, dtype=dtype, count=bounds[-1], offset=offset))
+        offset = _aligned(offset + columns[-1].nbytes)
+    token_ids, loss_mask, logprobs, versions = columns
     return [
         Sample(
             group=h.group,
@@ -173,9 +172,12 @@ def _decode(record: memoryview) -> list[Sample]:
             conversation=h.conversation,
             credit=h.credit,
             turns=h.turns,
-            **own,
+            token_ids=token_ids[start:end],
+            loss_mask=loss_mask[start:end],
+            logprobs=logprobs[start:end],
+            versions=versions[start:end],
         )
-        for h, own in zip(headers, arrays, strict=True)
+        for h, (start, end) in zip(headers, pairwise(bounds), strict=True)
     ]
 
 
