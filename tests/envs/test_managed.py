@@ -20,12 +20,14 @@ from penstock.config import Config, ConfigError, load_config
 from penstock.envs.agents import LEAVE_S, PausableTimeout
 from penstock.envs.calls import EpisodeEnvironment
 from penstock.envs.demonstrations import demonstrations
+from penstock.envs.dialogue import EpisodeFailure
 from penstock.envs.guess_number import GuessNumber
 from penstock.envs.manager import EnvManager
 from penstock.envs.registry import check_environment, environment_maker, managers_of
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.episode_manager import Answer, EpisodeManager, ManagedEpisode
 from penstock.ports.work import Work
+from penstock.rollout.session import RolloutError
 from penstock.samples import Trajectory
 from penstock.simulator.clock import run_virtual
 from penstock.types import Sampling, Task
@@ -177,7 +179,10 @@ async def test_the_clock_of_an_episode_stands_while_one_of_its_waits_lasts() -> 
     async def waits() -> None:
         await asyncio.gather(timeout.paused(first.wait()), timeout.paused(second.wait()))
 
-    running = asyncio.create_task(timeout.run(waits()))
+    async def nothing() -> None:
+        """There is no access to close."""
+
+    running = asyncio.create_task(timeout.run(waits(), nothing))
     for _ in range(3):
         await asyncio.sleep(0)
     first.set()
@@ -379,3 +384,63 @@ def test_a_manager_that_ignores_its_cancellation_is_left_behind(
     trajectory, seconds = run_virtual(main())
     assert trajectory.status == "failed" and "waited 20 s for the end of play" in (trajectory.error or "")
     assert seconds == 20.0 + LEAVE_S and "is left behind" in caplog.text
+
+
+class AsksAtOnce:
+    """Four answers at once, with `gather` or a task group."""
+
+    together: Callable[..., Any]
+
+    async def play(self, episode: ManagedEpisode) -> None:
+        observation, _ = await episode.reset()
+        calls = [episode.answer([{"role": "user", "content": f"{observation}{number}"}]) for number in range(4)]
+        await self.together(calls)
+
+
+class Gathers(AsksAtOnce):
+    async def together(self, calls: list[Any]) -> None:
+        await asyncio.gather(*calls)
+
+
+class Groups(AsksAtOnce):
+    async def together(self, calls: list[Any]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for call in calls:
+                tasks.create_task(call)
+
+
+@pytest.mark.parametrize("manager", [Gathers, Groups])
+def test_turns_that_run_out_for_several_answers_end_the_episode(
+    chat: ChatTokenizer, manager: Callable[[], EpisodeManager]
+) -> None:
+    trajectory, _ = play(chat, ["a", "b"], manager, max_turns=2, reward="exact")
+    assert (trajectory.error, trajectory.stop_reason) == (None, "max_turns") and len(trajectory.turns) == 2
+
+
+@pytest.mark.parametrize("manager", [Gathers, Groups])
+def test_a_server_that_fails_several_answers_is_not_the_managers_fault(
+    chat: ChatTokenizer, manager: Callable[[], EpisodeManager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(*_: Any) -> None:
+        raise RolloutError("http://server", "lost")
+
+    monkeypatch.setattr(ScriptedPolicy, "generate", lost)
+    trajectory, _ = play(chat, [], manager, max_turns=4)
+    assert trajectory.status == "failed" and (trajectory.error or "").startswith("RolloutError: ")
+
+
+def test_a_manager_that_ignores_its_cancellation_gets_no_answer_afterwards(chat: ChatTokenizer) -> None:
+    heard: list[str] = []
+
+    class AsksOn:
+        async def play(self, episode: ManagedEpisode) -> None:
+            try:
+                await asyncio.sleep(3600.0)
+            except asyncio.CancelledError:
+                try:
+                    await episode.answer([{"role": "user", "content": "still there?"}])
+                except EpisodeFailure as error:
+                    heard.append(str(error))
+
+    trajectory, _ = play(chat, ["a"], AsksOn)
+    assert trajectory.status == "failed" and not trajectory.turns and heard == ["the episode has ended"]

@@ -114,4 +114,29 @@ def test_who_leaves_while_waiting_does_not_take_the_grant_along() -> None:
         leaving.cancel()
         return await staying
 
-    assert run_virtual(main()) == 3 and scheduler.asked == [False, False]
+    assert run_virtual(main()) == 2 and scheduler.asked == [False], "the scheduler would not take a second request"
+
+
+def test_a_request_that_nobody_waits_for_serves_a_later_answer_or_ends_with_the_episode() -> None:
+    scheduler = Scheduler()
+
+    async def main() -> float:
+        shared = SharedGrant(SegmentGrant(episode=EPISODE, max_tokens=1), scheduler.request, waiter="e")
+
+        async def take() -> int:
+            _, grant = await shared.begin(None)
+            shared.end()
+            return grant.max_tokens
+
+        assert await take() == 1
+        for expected in (2, None):
+            leaving = asyncio.create_task(take())
+            await asyncio.sleep(GRANT_S / 2)
+            leaving.cancel()
+            await asyncio.sleep(GRANT_S if expected else 0.0)
+            if expected:
+                assert await take() == expected
+        await shared.close()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) < 4 * GRANT_S and not scheduler.num_outstanding

@@ -230,7 +230,8 @@ class Conversation:
         `Over` when no turn or token is left.
         """
         given_ids, episode = prompt_ids, self._episode
-        while episode.open and not self._has_room(max_tokens):
+        wanted = max(min(max_tokens, episode.bounds.max_turn_tokens, self.max_context - len(prompt_ids)), 1)
+        while episode.open and not self._has_room(wanted):
             holder = "the episode's other answers"
             async with deadline(ROOM_S, waiter=self.name, resource="turns and tokens that they may use", holder=holder):
                 await self._turn_ended.wait()
@@ -248,7 +249,7 @@ class Conversation:
                 f"the prompt has {len(prompt_ids)} tokens, which leaves no room to answer: the maximum context "
                 f"length is {self.max_context} tokens (model.max_context), and the episode has a budget",
             )
-        opened = episode.open_turn(prompt_ids[known:], limit, parent=parent)
+        opened, num_overs = episode.open_turn(prompt_ids[known:], limit, parent=parent), len(self._overs)
         try:
             first = await self._generate(opened)
             finished = await opened.complete(first, lambda: self._generate(opened))
@@ -266,7 +267,8 @@ class Conversation:
             self._turn_ended.set()
             self._turn_ended = asyncio.Event()
         self.cut = not finished
-        self.stop_reason = "max_length" if self.cut else "terminated"
+        if len(self._overs) == num_overs:  # a request that was refused meanwhile says why the episode ends
+            self.stop_reason = "max_length" if self.cut else "terminated"
         answer = Segment.joined(opened.turn.segments, "stop" if finished else "length")
         episode.text = self._chat.decode(answer.token_ids) if shown is None else shown(answer)
         self._continued.setdefault(parent, []).append(turn)
@@ -277,12 +279,11 @@ class Conversation:
             insort(self._said, said, key=lambda each: len(each.messages))
         return Answered(turn, answer)
 
-    def _has_room(self, max_tokens: int) -> bool:
-        """Return whether a turn and its `max_tokens` are left, whatever the open turns use."""
+    def _has_room(self, num_tokens: int) -> bool:
+        """Return whether a turn with so many tokens is left, whatever the open turns use."""
         episode = self._episode
         num_turns = len(episode.turns) + len(episode.open)
-        wanted = min(max_tokens, episode.bounds.max_turn_tokens)
-        return num_turns < episode.settings.max_turns and episode.turn_budget >= wanted
+        return num_turns < episode.settings.max_turns and episode.turn_budget >= num_tokens
 
     def texts(self) -> list[list[Message]]:
         """Return each conversation of the episode as messages, to the answer that came last, in the order of their
@@ -331,9 +332,10 @@ class PausableTimeout:
         self._left: float | None = None
         """Seconds that were left when the clock paused. None while it runs."""
 
-    async def run(self, play: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `play`. Raises `Stalled` when the time is up. If `play` ignores that it is cancelled, it
-        is left behind after `LEAVE_S`: the episode ends whatever an agent does."""
+    async def run(self, play: Coroutine[Any, Any, T], close: Callable[[], Awaitable[None]]) -> T:
+        """Return the result of `play`. Raises `Stalled` when the time is up. `close` ends the access to the policy, in
+        any case. If `play` ignores that it is cancelled, it is left behind after `LEAVE_S`: the episode ends whatever
+        an agent does."""
         playing = asyncio.create_task(play, name=f"play-{self._waiter}")
         try:
             async with deadline(
@@ -342,25 +344,21 @@ class PausableTimeout:
                 return await asyncio.shield(playing)
         finally:
             self._timer = None
-            if not playing.done():
-                await self._leave(playing)
-
-    async def _leave(self, playing: asyncio.Task[T]) -> None:
-        """Cancel the play, and wait for its end."""
-        playing.cancel()
-        ended, _ = await asyncio.wait([playing], timeout=LEAVE_S)
-        if not ended:
-            _left_behind.add(playing)
-            playing.add_done_callback(_left_behind.discard)
-            logger.error("%s: its agent ignores that it was cancelled, and is left behind", self._waiter)
-        elif not playing.cancelled():
-            playing.exception()  # asyncio would report it as never retrieved
+            playing.cancel()
+            try:
+                await close()
+                await asyncio.wait([playing], timeout=LEAVE_S)
+            finally:
+                if not playing.done():
+                    _left_behind.add(playing)
+                    logger.error("%s: its agent ignores that it was cancelled, and is left behind", self._waiter)
+                playing.add_done_callback(_forget)
 
     async def paused(self, waiting: Awaitable[T]) -> T:
         """Return the result of `waiting`. The clock is paused meanwhile."""
         now = asyncio.get_running_loop().time
         when = self._timer.when() if self._timer is not None else None
-        if self._timer is not None and when is not None:
+        if self._timer is not None and when is not None and not self._timer.expired():
             self._left = when - now()
             self._timer.reschedule(None)
         self._num_pauses += 1
@@ -371,6 +369,13 @@ class PausableTimeout:
             if self._timer is not None and self._left is not None and not self._num_pauses:
                 self._timer.reschedule(now() + self._left)
                 self._left = None
+
+
+def _forget(playing: asyncio.Task[Any]) -> None:
+    """Take note of how an agent has ended: asyncio reports exceptions that nobody has looked at."""
+    _left_behind.discard(playing)
+    if not playing.cancelled():
+        playing.exception()
 
 
 def _repeats(asked: Sequence[Message], settings: Mapping[str, Any], said: Said) -> bool:

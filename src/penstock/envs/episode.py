@@ -296,6 +296,9 @@ class Episode:
         self.info[name] = value
 
     def fail(self, error: Exception) -> None:
+        """End the episode as `failed`. Of a group of exceptions the first one is told."""
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
         if not self.ended:
             self.status, self.error = "failed", f"{type(error).__name__}: {sendable(str(error))}"
             self.is_final = isinstance(error, PromptTooLong | TaskError)

@@ -53,7 +53,7 @@ class OwnManaged:
         self.env_error: Exception | None = None
         """What the environment has raised, or a deadline while it worked: it cannot go on, whatever the manager
         does."""
-        self.raised: BaseException | None = None
+        self._raised: list[BaseException] = []
         """What the environment, a server or a deadline has raised here; not the manager."""
         self.num_untrained = 0
         """Number of sampled tokens that the manager leaves out of the training."""
@@ -64,6 +64,12 @@ class OwnManaged:
         if self._conversation.cut or self._last is None or not (self._last.terminated or self._last.truncated):
             return self._conversation.stop_reason
         return "terminated" if self._last.terminated else "truncated"
+
+    def has_raised(self, error: BaseException) -> bool:
+        """Return whether an exception that a manager has not caught, or all of a group, was raised here."""
+        if isinstance(error, BaseExceptionGroup):
+            return all(map(self.has_raised, error.exceptions))
+        return any(error is each for each in self._raised)
 
     @asynccontextmanager
     async def _working(self, holder: str, resource: str) -> AsyncIterator[None]:
@@ -96,7 +102,7 @@ class OwnManaged:
         try:
             yield
         except BaseException as error:
-            self.raised = error
+            self._raised.append(error)
             raise
         finally:
             self._inside.remove(task)

@@ -212,17 +212,19 @@ class EnvManager:
                 raise EpisodeFailure("this worker has no gateway for agents")
             lease = episode.lease
             timeout = PausableTimeout(lease.deadline_s, waiter=episode.name)
-            generate = partial(self._generate_for_agent, self._shared_grant(episode, timeout))
+            shared = self._shared_grant(episode, timeout)
+            generate = partial(self._generate_for_agent, shared)
             conversation = Conversation(episode, self._chat, generate, max_context=self._max_context)
             endpoint = await self._gateway.open(conversation)
+            close = partial(self._gateway.close, endpoint)
             try:
-                reward = await timeout.run(environment.play(endpoint, lease.env_seed))
+                reward = await timeout.run(environment.play(endpoint, lease.env_seed), close)
             except Exception:
                 if not conversation.over:
                     raise
                 reward = 0.0  # an agent may raise when it is told that no turn or token is left
             finally:
-                await self._gateway.close(endpoint)
+                await shared.close()
                 self._count_refusals(conversation)
                 self._num_unread += conversation.num_unread
             if not episode.turns:
@@ -242,23 +244,24 @@ class EnvManager:
         """Let the user's own manager play."""
         async with self._to_its_end(episode, environment):
             timeout = PausableTimeout(episode.lease.deadline_s, waiter=episode.name)
-            generate = partial(self._generate_for_agent, self._shared_grant(episode, timeout))
+            shared = self._shared_grant(episode, timeout)
+            generate = partial(self._generate_for_agent, shared)
             conversation = Conversation(episode, self._chat, generate, max_context=self._max_context)
             played = OwnManaged(episode, environment, conversation, timeout, self._chat)
             name = episode.settings.manager or ""
 
             async def play() -> None:
                 where, on_error = f"{name}.play of {episode.task.task_id}", partial(self._on_error, f"{name}.play")
-                with blamed(where, on_error, is_ours=lambda error: error is played.raised):
+                with blamed(where, on_error, is_ours=played.has_raised):
                     options = resolved(episode.settings.manager_options, "env.manager_options")
                     await self._managers[name](**options).play(played)
 
             try:
-                await timeout.run(play())
+                await timeout.run(play(), played.close)
             except* Over:
                 pass  # a manager may raise when it is told that no turn or token is left
             finally:
-                await played.close()
+                await shared.close()
                 self._num_masked += played.num_untrained
                 self._num_unread += conversation.num_unread
             if played.env_error is not None:

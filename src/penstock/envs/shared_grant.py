@@ -2,7 +2,8 @@
 
 An agent may have several requests at once, and the scheduler gives one grant at a time to an episode. With it each
 answer may generate one segment. An answer that has not used the grant joins those that generate with it. The next grant
-is requested when an answer needs it and all segments of the current one have ended.
+is requested when an answer needs it and all segments of the current one have ended. Answers that arrive meanwhile wait
+for it too. The request goes on if the answer that made it is cancelled: another one takes the grant.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class SharedGrant:
         """Whether no answer has used the grant yet."""
         self._number = 0
         self._renewing = asyncio.Lock()
+        self._asking: asyncio.Task[SegmentGrant] | None = None
         self._num_generating = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -56,5 +58,21 @@ class SharedGrant:
                 if not self._is_idle.is_set():
                     async with deadline(TURN_S, waiter=self._waiter, **OTHERS):
                         await self._is_idle.wait()
-                self._grant = await self._request(continues)
+                if self._asking is None:
+                    self._asking = asyncio.create_task(self._asked(continues), name=f"grant-{self._waiter}")
+                asking = self._asking
+                try:
+                    self._grant = await asyncio.shield(asking)
+                finally:
+                    if asking.done():
+                        self._asking = None
                 self._number += 1
+
+    async def _asked(self, continues: bool) -> SegmentGrant:
+        return await self._request(continues)
+
+    async def close(self) -> None:
+        """Cancel a request that nobody waits for any more."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
