@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -40,11 +41,41 @@ def test_saved_weights_come_back(model_dir: Path, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 16, b"\x02" + bytes(7) + b"[]", b"\x05" + bytes(7) + b'{"a":'])
+def headed(header: str) -> bytes:
+    return len(header).to_bytes(8, "little") + header.encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 16,
+        headed("[]"),
+        headed('{"a":'),
+        headed('{"a": {"shape": [-5]}}'),
+        headed('{"a": {"shape": [Infinity]}}'),
+        headed("[" * 100_000),
+    ],
+)
 def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"model.safetensors is no safetensors file"):
         num_parameters(tmp_path)
+
+
+def test_weights_that_are_not_there_are_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"cannot be read"):
+        num_parameters(tmp_path)
+
+
+def test_only_the_weights_of_the_model_count(tmp_path: Path) -> None:
+    """Some repositories hold the same weights in a second format."""
+    for name in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
+        (tmp_path / name).write_bytes(headed('{"a": {"shape": [2, 3]}, "__metadata__": {"format": "pt"}}'))
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert num_parameters(tmp_path) == 12
 
 
 def test_missing_weights_directories_and_names_are_one_clear_error(model_dir: Path, tmp_path: Path) -> None:

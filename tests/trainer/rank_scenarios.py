@@ -134,9 +134,10 @@ def scenario(ranks: Ranks, model_dir: Path, name: str, strategy: str, *, in_turn
 
 
 def rounded(ranks: Ranks, model_dir: Path, strategy: str) -> dict[str, Any]:
-    """A step that computes in bfloat16, in all roles; the weights stay float32."""
+    """A step that computes in bfloat16, in all roles and with logits in chunks; the weights stay float32."""
     learner = make_learner(ranks, model_dir, "all_roles", strategy, compute_dtype=torch.bfloat16)
-    (metrics,) = train(learner, ranks, steps=1)
+    with as_configured("chunked"):
+        (metrics,) = train(learner, ranks, steps=1)
     return {"metrics": metrics, "dtypes": {weight.dtype for weight in learner.named_weights().values()}}
 
 

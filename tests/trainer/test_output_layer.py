@@ -15,6 +15,7 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -34,6 +35,7 @@ KNOWN = {
     "cohere with a scale": CohereConfig(**SMALL, logit_scale=0.25),
     "granite with a divisor": GraniteConfig(**SMALL, logits_scaling=4.0),
     "gemma2 without a cap": Gemma2Config(**SMALL, final_logit_softcapping=None),
+    "llama4": Llama4TextConfig(**SMALL, intermediate_size_mlp=24, num_local_experts=2, attention_chunk_size=64),
 }
 
 
@@ -93,8 +95,22 @@ def test_a_model_that_does_more_to_its_logits_is_left_to_itself() -> None:
             output.logits = output.logits**2
             return output
 
-    model.__class__ = Squared
-    assert OutputLayer.of(model) is None
+    other = small_model(LlamaConfig(**SMALL))
+    other.__class__ = Squared
+    assert OutputLayer.of(other) is None
+
+
+def test_a_probe_is_not_confused_by_the_callers_precision() -> None:
+    model = small_model(LlamaConfig(**SMALL))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert OutputLayer.of(model) == (model.lm_head, Scaling())
+
+
+def test_every_model_is_probed_by_itself() -> None:
+    """The same class with other settings does something else to its logits."""
+    capped, plain = (small_model(Gemma2Config(**SMALL, final_logit_softcapping=cap)) for cap in (3.0, None))
+    found = [OutputLayer.of(model) for model in (plain, capped, plain)]
+    assert [each is not None and each.scaling.cap for each in found] == [None, 3.0, None]
 
 
 def test_caps_and_factors_are_those_of_the_settings() -> None:

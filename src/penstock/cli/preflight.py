@@ -136,6 +136,7 @@ def check_room(config: Config) -> None:
     cluster = config.cluster
     elsewhere = cluster.address is not None and all(cluster.pool_of(role) for role in ("actor", "rollout"))
     num_versions = 0 if elsewhere else {"train": PUBLISHED, "eval": 1, "rollout": 0}[config.pipeline]
+    # "auto" on a machine without an accelerator is float32: this is a lower bound, as all that is counted here.
     served = {"float32": 4, "bfloat16": 2, "auto": 4 if config.model.device == "cpu" else 2}[config.model.dtype]
     remedy = f"free some, or mount {published} larger (in a container: --shm-size)"
     files = "published weights and the next ones"

@@ -147,7 +147,8 @@ class SupervisorConfig(Section):
     """A process without a heartbeat for this many seconds counts as hung; the supervisor kills and restarts it."""
     hang_s: float = Field(600.0, gt=0)
     """A busy process without progress for this many seconds also counts as hung. Every micro-batch of the trainer is
-    progress. So this should cover at least the longest one, the optimizer's step, and the publication of weights."""
+    progress. So this should cover at least the longest one, the optimizer's step, the publication of weights, and the
+    writing of a checkpoint."""
     max_restarts: int = Field(5, ge=0)
     """Restarts of one process allowed within `restart_window_s`; the next loss fails the run. The supervisor does not
     restart a process that was never ready (unless its machine is gone) or that rejects its configuration."""

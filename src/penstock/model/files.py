@@ -133,22 +133,27 @@ def _weights_files(directory: Path) -> list[Path]:
 
 
 def num_parameters(directory: Path) -> int:
-    """Return the number of values in the weights files of `directory`. Files that are not safetensors are taken to have
-    two bytes for each."""
-    return sum(map(_num_values, _weights_files(directory)))
+    """Return the number of values in the weights of `directory`, or fewer: of files that are not safetensors, a quarter
+    of the bytes. Raises `ModelError` if a file cannot be read."""
+    index = read_json_if_present(directory, "model.safetensors.index.json").get("weight_map")
+    named = set(index.values()) if isinstance(index, dict) else {"model.safetensors"}
+    files = [path for path in _weights_files(directory) if path.name in named] or _weights_files(directory)
+    return sum(map(_num_values, files))
 
 
 def _num_values(path: Path) -> int:
-    if path.suffix != ".safetensors":
-        return path.stat().st_size // 2
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        try:
+    try:
+        if path.suffix != ".safetensors":
+            return path.stat().st_size // 4
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
             header: Any = json.loads(file.read(size)) if size <= MAX_HEADER_BYTES else None
-            shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
-            return sum(math.prod(shape) for shape in shapes)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ModelError(f"{path} is no safetensors file: {AGAIN}") from None
+        shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+        if not all(isinstance(size, int) and size >= 0 for shape in shapes for size in shape):
+            raise ValueError("a shape that no tensor has")
+        return sum(map(math.prod, shapes))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+        raise ModelError(f"{path} is no safetensors file, or cannot be read ({error}): {AGAIN}") from None
 
 
 def copy_companions(source: Path, target: Path) -> None:

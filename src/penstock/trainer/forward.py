@@ -29,7 +29,8 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 def token_logprobs(model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return (log-probabilities, entropies) of the micro-batch's trained tokens, both [N] in float32.
 
-    The logits of many tokens are never all in memory, if the model allows that (see `OutputLayer`).
+    The logits of many tokens are never all in memory, if the model allows that (see `OutputLayer`). Scales and caps
+    are then computed in float32.
     """
     vocab = int(model.config.get_text_config().vocab_size)
     layer = OutputLayer.of(model) if needs_chunks(len(micro.chosen), vocab) else None

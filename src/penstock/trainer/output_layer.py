@@ -7,15 +7,16 @@ peak does not depend on the number of tokens. This is the output layer of prime-
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Linear, Module
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 CHUNK_ELEMENTS = 2**26
@@ -28,6 +29,9 @@ NAMED_FACTORS: dict[str, Callable[[float], float]] = {
     "lm_head_multiplier": lambda value: value,  # Falcon-H1
 }
 """Settings of models whose logits are multiplied by a number, and this number."""
+NAMED_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+
+logger = logging.getLogger(__name__)
 
 
 def needs_chunks(num_tokens: int, vocab: int) -> bool:
@@ -58,13 +62,12 @@ class OutputLayer(NamedTuple):
         """Return the output layer of a model. None if it is no plain linear layer, or if the model does something else
         to its logits: then they must be computed by the model itself."""
         head = model.get_output_embeddings()
-        if type(head) is not Linear or head not in model.children():
+        if type(head) is not Linear or not any(child is head for child in model.children()):
             return None
-        config = model.config.get_text_config()
-        named = [(factor, getattr(config, name, None)) for name, factor in NAMED_FACTORS.items()]
-        factors = [factor(value) for factor, value in named if value]
-        scaling = Scaling(factors[0] if factors else 1.0, getattr(config, "final_logit_softcapping", None))
-        return cls(head, scaling) if _is_true(scaling, model) else None
+        if model not in _PROBED:
+            _PROBED[model] = _scaling_of(model)
+        scaling = _PROBED[model]
+        return cls(head, scaling) if scaling is not None else None
 
     def statistics(
         self,
@@ -173,32 +176,41 @@ def _chunks(num_tokens: int, vocab: int) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-_KNOWN: dict[tuple[type[PreTrainedModel], Scaling], bool] = {}
-"""Results of `_is_true`."""
+_PROBED: WeakKeyDictionary[Module, Scaling | None] = WeakKeyDictionary()
+"""Results of `_scaling_of`."""
 
 
-def _is_true(scaling: Scaling, model: PreTrainedModel) -> bool:
-    """Return whether a model does this to its logits.
+def _scaling_of(model: Any) -> Scaling | None:
+    """Return what a model does to its logits, by its settings, if a probe shows just that. None: something else."""
+    config = model.config.get_text_config()
+    factors = [factor(value) for name, factor in NAMED_FACTORS.items() if (value := getattr(config, name, None))]
+    cap = next((value for name in NAMED_CAPS if (value := getattr(config, name, None))), None)
+    candidates = dict.fromkeys((Scaling(factors[0] if factors else 1.0, cap), Scaling()))
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        found = next((each for each in candidates if _is_shown(model, each)), None)
+    if found is None:
+        logger.warning(
+            f"{type(model).__name__} does more to its logits than to scale or cap them, as far as a probe shows: it "
+            "computes them for all tokens at once, which takes much memory for long answers"
+        )
+    return found
 
-    A small layer takes the place of the output layer, and known hidden states that of the body.
-    """
-    cls: Any = next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
-    if (cls, scaling) not in _KNOWN:
-        _KNOWN[cls, scaling] = _shown_by(model, cls, scaling)
-    return _KNOWN[cls, scaling]
 
-
-def _shown_by(model: Any, cls: Any, scaling: Scaling) -> bool:
+def _is_shown(model: Any, scaling: Scaling) -> bool:
+    """Return whether the model does this to the logits of its output layer. A small layer takes the place of the output
+    layer, and known hidden states that of the body."""
     head = model.get_output_embeddings()
-    name = next(name for name, child in model.named_children() if child is head)
+    (name,) = [name for name, child in model.named_children() if child is head]
+    others = [name for name, child in model.named_children() if child is not head]
+    body = model.base_model_prefix if model.base_model_prefix in others else others[0]
     hidden = torch.linspace(-PROBED, PROBED, PROBED * PROBED).view(1, PROBED, PROBED)
     same = Linear(PROBED, PROBED, bias=False)
-    with torch.no_grad():
-        same.weight.copy_(torch.eye(PROBED))
+    same.weight.copy_(torch.eye(PROBED))
+    cls: Any = next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
     stand_in = cls.__new__(cls)
     Module.__init__(stand_in)
     vars(stand_in).update({key: value for key, value in vars(model).items() if key not in vars(Module())})
-    stand_in.add_module(model.base_model_prefix, _Body(hidden))
+    stand_in.add_module(body, _Body(hidden, getattr(model, body)))
     stand_in.add_module(name, same)
     try:
         logits = stand_in.eval()(input_ids=torch.zeros(1, PROBED, dtype=torch.long), use_cache=False).logits
@@ -208,11 +220,17 @@ def _shown_by(model: Any, cls: Any, scaling: Scaling) -> bool:
 
 
 class _Body(Module):
-    """Stands for the body of a model."""
+    """Stands for the body of a model, and has its numbers."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, body: Module) -> None:
         super().__init__()
-        self._hidden = hidden
+        self._hidden, self._real = hidden, [body]
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._real[0], name)
+        if not isinstance(value, int | float | str):
+            raise AttributeError(name)
+        return value
 
     def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
         return _Shown(last_hidden_state=self._hidden)
