@@ -40,6 +40,7 @@ from rollout_http import server
 from penstock.config import TinyModelConfig
 from penstock.model.load_policy import load_policy
 from penstock.model.tiny import write_tiny_model
+from penstock.ports.observer import BusySpan
 from penstock.processes.slot_server import make_update
 from penstock.rollout.bodies import GenerateBody, GenerateReply, SamplingBody, decode, encode
 from penstock.rollout.client import RolloutClient
@@ -70,6 +71,8 @@ BENCHMARK = Benchmark(
 )
 SHARED_MEMORY = Path("/dev/shm")
 PROMPT = [5, 6, 7, 8]
+GENERATED_S = 60.0
+"""How long the first token of new weights may take."""
 CLIENTS, STREAM_TOKENS, TOKENS_BETWEEN = 8, 400, 12
 ONE_GB = TinyModelConfig(hidden_size=1792, intermediate_size=4864, num_layers=7, num_heads=14, num_kv_heads=7)
 REQUESTS, TOKENS, UPDATES = 256, 96, 200
@@ -197,7 +200,7 @@ async def whole_updates(engine: SlotEngine, rounds: int) -> dict[str, float]:
             runner.meter.drain()
             await transaction.commit(version)
             times.append(time.perf_counter())
-            spans = [span for span in runner.meter.drain() if span.kind == "generate"]
+            spans = await generated(runner, until=version)
             runner.abort(request.rid)
             await running
             before = max(span.end for span in spans if span.policy_version < version)
@@ -217,6 +220,16 @@ async def whole_updates(engine: SlotEngine, rounds: int) -> dict[str, float]:
         "begin_s": begin_s,
         "commit_s": commit_s,
     }
+
+
+async def generated(runner: EngineRunner, *, until: int) -> list[BusySpan]:
+    """Return the spans of generation, to the first one of a version."""
+    spans: list[BusySpan] = []
+    async with asyncio.timeout(GENERATED_S):
+        while not any(span.policy_version == until for span in spans):
+            spans += [span for span in runner.meter.drain() if span.kind == "generate"]
+            await asyncio.sleep(0.001)
+    return spans
 
 
 def wall_s(work: Callable[[], None], device: torch.device) -> float:
