@@ -1,5 +1,5 @@
-"""Signs of progress of long work. Whoever does the work calls `tick` after each part of it. The process tells others
-that it makes progress, so that they do not take it for hung."""
+"""Progress of long work. Code that works for long calls `tick` after each part. The process then reports progress, so
+that nobody takes it for hung."""
 
 from __future__ import annotations
 

@@ -68,6 +68,13 @@ def played(plans: list[Plan]) -> tuple[Scheduler, list[list[int]], float]:
     return scheduler, used, run_virtual(main())
 
 
+async def take(shared: SharedGrant) -> int:
+    """A new answer of one segment that takes no time. Returns the number of its grant."""
+    _, grant = await shared.begin(None)
+    shared.end()
+    return grant.max_tokens
+
+
 TIMES = st.integers(0, 40).map(lambda tenths: tenths / 10)
 PLANS = st.lists(st.builds(Plan, TIMES, st.lists(TIMES, min_size=1, max_size=4)), min_size=1, max_size=6)
 
@@ -103,13 +110,8 @@ def test_who_leaves_while_waiting_does_not_take_the_grant_along() -> None:
     async def main() -> int:
         shared = SharedGrant(SegmentGrant(episode=EPISODE, max_tokens=1), scheduler.request, waiter="e")
 
-        async def take() -> int:
-            _, grant = await shared.begin(None)
-            shared.end()
-            return grant.max_tokens
-
-        assert await take() == 1
-        leaving, staying = asyncio.create_task(take()), asyncio.create_task(take())
+        assert await take(shared) == 1
+        leaving, staying = asyncio.create_task(take(shared)), asyncio.create_task(take(shared))
         await asyncio.sleep(GRANT_S / 2)
         leaving.cancel()
         return await staying
@@ -123,19 +125,14 @@ def test_a_request_that_nobody_waits_for_serves_a_later_answer_or_ends_with_the_
     async def main() -> float:
         shared = SharedGrant(SegmentGrant(episode=EPISODE, max_tokens=1), scheduler.request, waiter="e")
 
-        async def take() -> int:
-            _, grant = await shared.begin(None)
-            shared.end()
-            return grant.max_tokens
-
-        assert await take() == 1
+        assert await take(shared) == 1
         for expected in (2, None):
-            leaving = asyncio.create_task(take())
+            leaving = asyncio.create_task(take(shared))
             await asyncio.sleep(GRANT_S / 2)
             leaving.cancel()
             await asyncio.sleep(GRANT_S if expected else 0.0)
             if expected:
-                assert await take() == expected
+                assert await take(shared) == expected
         await shared.close()
         return asyncio.get_running_loop().time()
 

@@ -1,4 +1,4 @@
-"""The time of an episode whose parts overlap."""
+"""Parts of an episode that overlap: the time that they take together counts once."""
 
 from __future__ import annotations
 

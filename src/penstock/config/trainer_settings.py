@@ -109,7 +109,8 @@ class CriticConfig(Section):
     clip: float = Field(0.2, gt=0)
     """Clip of the change of a value per step, in units of reward."""
     whiten: bool = False
-    """Shift and scale the advantages of samples that arrive together to mean 0 and deviation 1 (verl, TRL)."""
+    """Shift and scale the advantages of samples that arrive together to mean 0 and deviation 1. verl and TRL do so over
+    a whole step."""
 
 
 class LoraConfig(Section):

@@ -31,7 +31,7 @@ SILENT_MS = 20_000
 """Time without a sign of life from the other machine after which the connection is given up. The supervisor gives up
 earlier, since it knows the reason better."""
 TICK_S, TICK = 1.0, b"progress"
-"""Least seconds between two signs of progress, and such a sign. No call and no answer has this single frame."""
+"""Least seconds between two signs of progress, and the frame of such a sign. No call or answer is this frame."""
 FOLLOW_S = 0.5
 """Seconds between two reads of the trainer's address."""
 CONNECT_S = 20.0
@@ -81,7 +81,7 @@ class RankChannel:
         now = time.monotonic()
         if now - self._ticked_at >= TICK_S:
             self._ticked_at = now
-            with suppress(ConnectionError):  # whoever calls next finds out that the other end is gone
+            with suppress(ConnectionError):  # the other end is gone: the next `receive` raises
                 self.send([TICK])
 
     def receive(self) -> list[Any]:

@@ -372,7 +372,7 @@ class PausableTimeout:
 
 
 def _forget(playing: asyncio.Task[Any]) -> None:
-    """Take note of how an agent has ended: asyncio reports exceptions that nobody has looked at."""
+    """Read the exception of an agent that has ended. Otherwise asyncio would log it as never retrieved."""
     _left_behind.discard(playing)
     if not playing.cancelled():
         playing.exception()

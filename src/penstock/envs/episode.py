@@ -117,7 +117,7 @@ class OpenTurn:
         self.num_tokens = length
 
     def close(self) -> int:
-        """Add the turn, whose answer has ended, to those of the episode. Return its index there."""
+        """Add the turn to the episode's turns, since its answer is complete. Return its index there."""
         self.episode.open.remove(self)
         self.episode.turns.append(self.turn)
         return len(self.episode.turns) - 1

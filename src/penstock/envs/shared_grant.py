@@ -9,20 +9,23 @@ for it too. The request goes on if the answer that made it is cancelled: another
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from penstock.deadline import deadline, holding
 from penstock.types import SegmentGrant
 
 TURN_S = 6 * 3600.0
 """How long an answer may wait for the other answers of its episode. The lease ends earlier."""
+Request = Callable[[bool], Coroutine[Any, Any, SegmentGrant]]
+"""Waits for the next grant of an episode. The flag is True if an answer continues with it."""
 OTHERS = {"resource": "the next grant of its episode", "holder": "the episode's other answers"}
 
 
 class SharedGrant:
-    """`request` waits for the next grant of the episode. Its flag is True if an answer continues with it."""
+    """The grant of one episode, and the request for the next one."""
 
-    def __init__(self, first: SegmentGrant, request: Callable[[bool], Awaitable[SegmentGrant]], *, waiter: str) -> None:
+    def __init__(self, first: SegmentGrant, request: Request, *, waiter: str) -> None:
         self._grant, self._request, self._waiter = first, request, waiter
         self._is_new = True
         """Whether no answer has used the grant yet."""
@@ -59,7 +62,7 @@ class SharedGrant:
                     async with deadline(TURN_S, waiter=self._waiter, **OTHERS):
                         await self._is_idle.wait()
                 if self._asking is None:
-                    self._asking = asyncio.create_task(self._asked(continues), name=f"grant-{self._waiter}")
+                    self._asking = asyncio.create_task(self._request(continues), name=f"grant-{self._waiter}")
                 asking = self._asking
                 try:
                     self._grant = await asyncio.shield(asking)
@@ -68,11 +71,8 @@ class SharedGrant:
                         self._asking = None
                 self._number += 1
 
-    async def _asked(self, continues: bool) -> SegmentGrant:
-        return await self._request(continues)
-
     async def close(self) -> None:
-        """Cancel a request that nobody waits for any more."""
+        """Cancel the request for the next grant, if there is one: the episode has ended."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)

@@ -48,7 +48,7 @@ from penstock.processes.trainer_rank import Actor, CriticRank, ReferenceRank, Tr
 from penstock.runtime.file_service import WEIGHTS
 from penstock.supervisor.child import Child
 from penstock.supervisor.procfs import boot_id
-from penstock.ticks import heard_by
+from penstock.ticks import heard_by, tick
 from penstock.trainer import checkpoint
 from penstock.trainer.actor_critic import ActorCritic
 from penstock.trainer.prepare import prepare
@@ -283,7 +283,7 @@ class TrainerProcess(Member):
             max_context=config.model.max_context,
             manager=manager,
         ):
-            self._progress += 1
+            tick()
             yield example
 
     @contextmanager

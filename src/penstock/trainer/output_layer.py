@@ -21,14 +21,14 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 CHUNK_ELEMENTS = 2**26
 """Logits per chunk."""
-PROBED = 8
+PROBE_WIDTH = 8
 """Width and vocabulary of the small output layer that shows what a model does to its logits."""
 NAMED_FACTORS: dict[str, Callable[[float], float]] = {
     "logit_scale": lambda value: value,  # Cohere
     "logits_scaling": lambda value: 1.0 / value,  # Granite
     "lm_head_multiplier": lambda value: value,  # Falcon-H1
 }
-"""Settings of models whose logits are multiplied by a number, and this number."""
+"""The factor with which a model multiplies its logits, by the name of the setting and as a function of its value."""
 NAMED_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 logger = logging.getLogger(__name__)
@@ -64,9 +64,9 @@ class OutputLayer(NamedTuple):
         head = model.get_output_embeddings()
         if type(head) is not Linear or not any(child is head for child in model.children()):
             return None
-        if model not in _PROBED:
-            _PROBED[model] = _scaling_of(model)
-        scaling = _PROBED[model]
+        if model not in _SCALINGS:
+            _SCALINGS[model] = _scaling_of(model)
+        scaling = _SCALINGS[model]
         return cls(head, scaling) if scaling is not None else None
 
     def statistics(
@@ -89,7 +89,7 @@ class OutputLayer(NamedTuple):
 def gathered(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Return (log pi(chosen), H(pi)) with pi = softmax(logits). `logits`: [n, vocab] in float32; `chosen`: [n]."""
     log_pi = torch.log_softmax(logits, dim=-1)
-    del logits  # frees them if nobody else has them
+    del logits  # frees their memory before the next large tensor
     return log_pi.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropies(log_pi.detach())
 
 
@@ -176,7 +176,7 @@ def _chunks(num_tokens: int, vocab: int) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-_PROBED: WeakKeyDictionary[Module, Scaling | None] = WeakKeyDictionary()
+_SCALINGS: WeakKeyDictionary[Module, Scaling | None] = WeakKeyDictionary()
 """Results of `_scaling_of`."""
 
 
@@ -203,9 +203,9 @@ def _is_shown(model: Any, scaling: Scaling) -> bool:
     (name,) = [name for name, child in model.named_children() if child is head]
     others = [name for name, child in model.named_children() if child is not head]
     body = model.base_model_prefix if model.base_model_prefix in others else others[0]
-    hidden = torch.linspace(-PROBED, PROBED, PROBED * PROBED).view(1, PROBED, PROBED)
-    same = Linear(PROBED, PROBED, bias=False)
-    same.weight.copy_(torch.eye(PROBED))
+    hidden = torch.linspace(-PROBE_WIDTH, PROBE_WIDTH, PROBE_WIDTH * PROBE_WIDTH).view(1, PROBE_WIDTH, PROBE_WIDTH)
+    same = Linear(PROBE_WIDTH, PROBE_WIDTH, bias=False)
+    same.weight.copy_(torch.eye(PROBE_WIDTH))
     cls: Any = next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
     stand_in = cls.__new__(cls)
     Module.__init__(stand_in)
@@ -213,7 +213,7 @@ def _is_shown(model: Any, scaling: Scaling) -> bool:
     stand_in.add_module(body, _Body(hidden, getattr(model, body)))
     stand_in.add_module(name, same)
     try:
-        logits = stand_in.eval()(input_ids=torch.zeros(1, PROBED, dtype=torch.long), use_cache=False).logits
+        logits = stand_in.eval()(input_ids=torch.zeros(1, PROBE_WIDTH, dtype=torch.long), use_cache=False).logits
     except Exception:  # the model does more than its body and its output layer do
         return False
     return bool(torch.allclose(logits.float(), scaling(hidden), rtol=1e-5))

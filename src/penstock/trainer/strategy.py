@@ -159,9 +159,7 @@ def is_sharded(config: TrainerConfig, ranks: Ranks) -> bool:
     return config.distributed.strategy == "fsdp" and ranks.size > 1
 
 
-def strategy_of(
-    policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks, compute_dtype: torch.dtype = torch.float32
-) -> Strategy:
+def strategy_of(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks, compute_dtype: torch.dtype) -> Strategy:
     """Return the configured strategy for a policy that is not sharded yet.
 
     For sharding, rank 0 has the policy on any device, and the other ranks have it without weights (`meta`).
