@@ -75,6 +75,16 @@ def test_only_what_may_move_moves() -> None:
     assert {name for each in search.tried for name in each.changes} == {"max_running"}
 
 
+def test_a_search_with_little_time_finds_that_far_more_episodes_should_run() -> None:
+    """Slow tools: most episodes wait, and four times as many keep the servers busy."""
+    settings = config(SLOW_TOOLS | {"tool_sigma": 0.1, "tool_median_s": 10.0}, max_running=16, max_staleness=8)
+    search = search_of(settings, movable=("max_running",))
+    found = search.run()
+    assert found.changes == {"max_running": 64}
+    tried = [each.changes["max_running"] for each in search.tried]
+    assert tried[:2] == [32, 64] and min(tried) > 16, "where more help, fewer are not simulated"
+
+
 @pytest.mark.integration
 @pytest.mark.long
 def test_no_setting_leaves_its_bounds() -> None:

@@ -19,6 +19,9 @@ class Cable:
     def make_network(self) -> None:
         _ip("netns", "add", self.network)
 
+        # servers there listen on ports that were chosen here: connections there must not take them before
+        _ip("netns", "exec", self.network, "sysctl", "-q", "-w", "net.ipv4.ip_local_port_range=10000 30000")
+
     def lay(self) -> None:
         _ip("link", "add", self._near_end, "type", "veth", "peer", "name", self._far_end, "netns", self.network)
         _ip("addr", "add", f"{self.near}/30", "dev", self._near_end)

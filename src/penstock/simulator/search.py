@@ -221,15 +221,28 @@ class Search:
         return CHECKS * (self.clock() - self._began) / max(self.num_simulated, 1)
 
     def _single(self, name: str, now: Candidate, seed: int) -> Iterator[Candidate]:
-        """Simulate each other value of one setting."""
+        """Simulate each other value of one setting that can still be the best."""
+        made: list[Candidate] = []
         for value in self._values(name):
             if self._runs_out():
                 return
+            if name == "max_running" and self._is_hopeless(value, made, now):
+                continue
             found = self._allowed({name: value}, now, seed)
             if found is not None:
+                made.append(found)
                 yield found
         if not self._was_cut:
             self._reached.add(name)
+
+    def _is_hopeless(self, value: int, made: Sequence[Candidate], now: Candidate) -> bool:
+        """Return whether what was simulated shows that this number of running episodes is not the best: fewer, where
+        more of them help, or even more, where more do not help."""
+        in_force = self.config.max_running
+        more = [each for each in made if each.changes["max_running"] > in_force]
+        if value < in_force:
+            return any(each.speed > USEFUL * now.speed for each in more)
+        return any(each.speed < now.speed and each.changes["max_running"] < value for each in more)
 
     def _values(self, name: str) -> Iterator[Any]:
         """Return the values to try of a setting, without the one in force."""
@@ -248,7 +261,9 @@ class Search:
                 return [0.0, 1.0, 2.0] if config.scheduler.dispatch.policy == "sjf" else []
             case "max_running":
                 most, least = config.max_open, config.env.num_members
-                sizes = (round(config.max_running * factor) for factor in (0.5, 0.75, 1.5, 2, 3, 4))
+                sizes = (
+                    round(config.max_running * factor) for factor in (2, 4, 0.5, 3, 1.5, 0.75)
+                )  # the boldest first
                 return [min(max(size, least), most) for size in sizes]
             case "min_samples":
                 whole = step * config.env.group_size
