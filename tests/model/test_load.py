@@ -1,11 +1,12 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from penstock.config.run_settings import TinyModelConfig
-from penstock.model.files import ModelError, copy_companions, has_weights, num_parameters
+from penstock.model.files import ModelError, copy_companions, has_weights, max_positions, num_parameters
 from penstock.model.load_policy import CPU, hollow_policy, load_policy, resolve_device, resolve_dtype
 from penstock.model.tiny import write_tiny_model
 
@@ -109,3 +110,27 @@ def test_an_unknown_architecture_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_policy(tmp_path, weights=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 512}, 512),
+        ({"text_config": {"max_position_embeddings": 256}}, 256),
+        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 2048),
+        (
+            {
+                "max_position_embeddings": 2048,
+                "rope_parameters": {"factor": 4.0, "original_max_position_embeddings": 512},
+            },
+            2048,
+        ),
+        ({"max_position_embeddings": 512, "rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}}, 512),
+    ],
+)
+def test_the_longest_context_is_that_of_the_configuration(
+    tmp_path: Path, config: dict[str, Any], expected: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert max_positions(tmp_path) == expected

@@ -77,6 +77,17 @@ def test_steps_whose_size_is_not_typed_do_not_outrun_generation(use: str, fewest
     assert subject.thresholds(learned).min_groups == expected
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "typed", "expected"), [(1, None, 1), (4, None, 2), (64, None, 32), (999, None, 40), (64, 16, 2)]
+)
+def test_no_rank_is_left_without_samples_unless_the_number_is_typed(
+    num_ranks: int, typed: int | None, expected: int
+) -> None:
+    config = TriggerConfig(min_samples=typed)
+    subject = Trigger(config, group_size=8, groups_per_step=40, num_ranks=num_ranks)
+    assert subject.thresholds(msgspec.structs.replace(state(), best_groups=1)).min_groups == expected
+
+
 def test_nothing_ready_never_fires() -> None:
     decision = COMPUTE.decide(state(ready=0), now=100.0)
     assert decision.num_groups == 0 and decision.look_again_at == math.inf

@@ -14,6 +14,7 @@ from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.trainer.critic import Critic, with_values
 from penstock.trainer.learner import Learner
+from penstock.trainer.rank_balancing import Work
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.reference import Reference
 from penstock.types import LearnerState
@@ -51,6 +52,9 @@ class AllRoles:
             batch = with_values(batch, self._critic.values(batch)["values"], self._config.critic)
             self._critic.learn(batch, self.policy_version)
         return self.learner.accumulate(batch)
+
+    def work(self) -> Work:
+        return self.learner.work()
 
     def step(self) -> LearnerState:
         learnt = self._critic.step() if self._critic is not None else {}

@@ -25,7 +25,7 @@ from penstock.groups.role import Rank
 from penstock.model.load_policy import hollow_policy, load_policy
 from penstock.trainer import output_layer
 from penstock.trainer.prepare import prepare
-from penstock.trainer.rank_balancing import split_over_ranks
+from penstock.trainer.rank_balancing import Work, split_over_ranks
 from penstock.trainer.ranks import RankLost, Ranks
 from penstock.trainer.warm_start import Imitation, warm_start
 
@@ -57,6 +57,11 @@ def settings_of(num_ranks: int) -> tuple[str, ...]:
     return tuple(SETTINGS) if num_ranks <= 2 else FEW
 
 
+def strategies_of(num_ranks: int) -> tuple[str, ...]:
+    """How so many ranks share the model. `hsdp`: `fsdp` with several groups of two ranks."""
+    return STRATEGIES if num_ranks <= 2 else (*STRATEGIES, "hsdp")
+
+
 def saved_of(num_ranks: int) -> tuple[str, ...]:
     """Of which they save checkpoints, and go on from those of others."""
     return SAVED if num_ranks <= 2 else ("critic",)
@@ -81,8 +86,10 @@ def make_learner(
     settings = (
         {"learning_rate": 1e-2, "warmup_steps": 0}
         | SETTINGS.get(name, ALL_ROLES)
-        | {"distributed": {"strategy": strategy}}
+        | {"ranks": ranks.size, "distributed": {"strategy": "ddp" if strategy == "ddp" else "fsdp"}}
     )
+    if strategy == "hsdp" and ranks.size > 2:
+        settings["distributed"]["shard_ranks"] = 2
     return AllRoles(
         lambda: load_policy(model_dir, weights=False, seed=0) if knows_weights else hollow_policy(model_dir),
         TrainerConfig.model_validate(settings),
@@ -95,11 +102,11 @@ def make_learner(
     )
 
 
-def part_of(batch: Batch, ranks: Ranks, *, call: int) -> Batch:
+def part_of(batch: Batch, ranks: Ranks, work: Work, *, call: int) -> Batch:
     """This rank's part: balanced; then all of it rank 0's; then all of it the last one's; and so on."""
     match call % 3:
         case 0:
-            return split_over_ranks(batch, ranks.size, 0.01)[ranks.index]
+            return split_over_ranks(batch, ranks.size, work)[ranks.index]
         case 1:
             return batch if ranks.is_first else batch.select([])
         case _:
@@ -119,7 +126,7 @@ def train(
             dataclasses.replace(s, versions=np.where(s.loss_mask, version, -1).astype(np.int32)) for s in five_groups()
         ]
         for call, part in enumerate((samples[:8], samples[8:])):
-            learner.accumulate(part_of(prepare(part, for_critic=True)[0], ranks, call=step + call))
+            learner.accumulate(part_of(prepare(part, for_critic=True)[0], ranks, learner.work(), call=step + call))
         metrics.append(learner.step().metrics)
         if in_turns:
             learner.release()
@@ -162,7 +169,7 @@ def poisoned(ranks: Ranks, model_dir: Path, strategy: str) -> dict[str, Any]:
     """A step in which one rank's samples make no sense."""
     learner = make_learner(ranks, model_dir, "plain", strategy)
     before = {name: weight.clone() for name, weight in learner.named_weights().items()}
-    batch = part_of(prepare(five_groups(), for_critic=True)[0], ranks, call=0)
+    batch = part_of(prepare(five_groups(), for_critic=True)[0], ranks, learner.work(), call=0)
     if ranks.index == ranks.size - 1:
         batch.columns["advantages"] = np.full_like(batch["advantages"], np.nan)
     learner.accumulate(batch)
@@ -191,7 +198,7 @@ def imitated(ranks: Ranks, model_dir: Path) -> dict[str, Any]:
 def lost(ranks: Ranks, model_dir: Path) -> dict[str, Any]:
     """The last rank comes to no step."""
     learner = make_learner(ranks, model_dir, "plain", "ddp")
-    learner.accumulate(part_of(prepare(five_groups(), for_critic=True)[0], ranks, call=0))
+    learner.accumulate(part_of(prepare(five_groups(), for_critic=True)[0], ranks, learner.work(), call=0))
     if ranks.index == ranks.size - 1:
         print("waiting", flush=True)
         sys.stdin.read()
@@ -206,7 +213,7 @@ def lost(ranks: Ranks, model_dir: Path) -> dict[str, Any]:
 def every(ranks: Ranks, model_dir: Path, out: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     """All scenarios of several ranks, by name. Those that resume read what fewer or more ranks left in `out`."""
     found: dict[str, Callable[[], dict[str, Any]]] = {}
-    for strategy in STRATEGIES:
+    for strategy in strategies_of(ranks.size):
         for name in settings_of(ranks.size):
             found[f"{strategy}/{name}"] = lambda n=name, s=strategy: scenario(ranks, model_dir, n, s)
         for name in saved_of(ranks.size):

@@ -32,10 +32,13 @@ def siblings() -> tuple[list[np.ndarray], list[np.ndarray]]:
     return ids, [np.arange(len(row)) >= len(prompts[i // 6]) for i, row in enumerate(ids)]
 
 
-def logprobs_of(model: PreTrainedModel, table: TokenTable, *, share: bool) -> tuple[torch.Tensor, int]:
+def logprobs_of(
+    model: PreTrainedModel, table: TokenTable, *, share: bool, pack: bool = False
+) -> tuple[torch.Tensor, int]:
     """Log-probabilities at their places in the table, and how many prefix tokens were fed."""
     found, shared = torch.zeros(len(table.token_ids)), 0
-    for micro in micro_batches(table, 4096, model.device, share_prefixes=share):
+    for micro in micro_batches(table, 4096, model.device, share_prefixes=share, pack=pack):
+        assert pack == (micro.boundaries is not None) or shared
         logprobs, _ = token_logprobs(model, micro)
         found = found.index_put((torch.from_numpy(micro.tokens),), logprobs.cpu())
         shared += micro.prefixes.numel()

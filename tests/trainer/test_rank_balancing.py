@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from penstock.trainer.rank_balancing import BUNDLES_PER_RANK, attention_per_token, balance, costs
+from penstock.groups.batch import Batch
+from penstock.trainer.packing import PASSES
+from penstock.trainer.rank_balancing import (
+    BUNDLES_PER_RANK,
+    Work,
+    attention_per_token,
+    balance,
+    costs,
+    split_over_ranks,
+)
 
 LENGTHS = st.lists(st.lists(st.integers(1, 10_000), min_size=1, max_size=9), max_size=12)
 """By group."""
@@ -44,6 +53,27 @@ def test_with_less_to_do_than_ranks_some_have_nothing(num_ranks: int) -> None:
     for num_samples in (0, 1):
         parts = balance(costs([7] * num_samples, 0.0), [0] * num_samples, num_ranks)
         assert len(parts) == num_ranks and sum(map(len, parts)) == num_samples
+
+
+@given(lengths=LENGTHS, num_ranks=st.integers(1, 9), early_apart=st.booleans())
+def test_ranks_that_wait_for_each_other_are_told_the_passes(
+    lengths: list[list[int]], num_ranks: int, early_apart: bool
+) -> None:
+    flat = [length for members in lengths for length in members]
+    early = np.arange(len(flat)) < len(flat) // 2
+    numbered = {"groups": np.zeros(len(flat), dtype=np.int64), "early": early, "number": np.arange(len(flat))}
+    batch = Batch(numbered, {"token_ids": [np.zeros(length) for length in flat]})
+    parts = split_over_ranks(batch, num_ranks, Work(pass_tokens=8000, early_apart=early_apart))
+    assert sorted(number for part in parts for number in part["number"].tolist()) == list(range(len(flat)))
+    seen: dict[int, set[bool]] = {}
+    for part in parts:
+        for number in np.unique(part[PASSES]).tolist():
+            own = part[PASSES] == number
+            tokens = [len(ids) for ids, mine in zip(part["token_ids"], own, strict=True) if mine]
+            assert sum(tokens) <= 8000 or len(tokens) == 1
+            seen.setdefault(number, set()).update(part["early"][own].tolist())
+    assert sorted(seen) == list(range(len(seen)))
+    assert not early_apart or all(len(each) == 1 for each in seen.values()), "a pass is early or late"
 
 
 def test_attention_makes_long_samples_dear() -> None:

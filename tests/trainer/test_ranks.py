@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from rank_scenarios import CPU, NUM_STEPS, STRATEGIES, every, resumed, saved_of, settings_of
+from rank_scenarios import CPU, NUM_STEPS, STRATEGIES, every, resumed, saved_of, settings_of, strategies_of
 
 from penstock.config import ConfigError
 from penstock.groups.role import Rank
@@ -27,12 +27,13 @@ from penstock.trainer.ranks import Address, RankLost, Ranks
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.xdist_group("ranks")]
 PROGRAM = Path(__file__).with_name("rank_scenarios.py")
 SIZES = (2, 4)
+SHARED = [(size, strategy) for size in SIZES for strategy in strategies_of(size)]
 Results = dict[str, dict[str, Any]]
 
 
-def each(names_of: Callable[[int], Sequence[str]]) -> list[tuple[int, str]]:
-    """Return (size, name) of all that so many ranks play."""
-    return [(size, name) for size in SIZES for name in names_of(size)]
+def each(names_of: Callable[[int], Sequence[str]]) -> list[tuple[int, str, str]]:
+    """Return (size, strategy, name) of all that so many ranks play."""
+    return [(size, strategy, name) for size, strategy in SHARED for name in names_of(size)]
 
 
 def run_ranks(model_dir: Path, out: Path, size: int) -> list[Results]:
@@ -108,8 +109,7 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
         assert (found[name] - weight).norm() < 3e-4 * weight.norm(), name
 
 
-@pytest.mark.parametrize(("size", "name"), each(settings_of))
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("size", "strategy", "name"), each(settings_of))
 def test_any_partition_of_the_samples_gives_the_same_update(
     alone: Results, together: Together, name: str, strategy: str, size: int
 ) -> None:
@@ -119,8 +119,7 @@ def test_any_partition_of_the_samples_gives_the_same_update(
     same(together[size][0][f"{strategy}/{name}"], expected)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("size", "strategy"), SHARED)
 def test_bfloat16_compute_is_that_of_one_rank_but_for_rounding(
     alone: Results, together: Together, strategy: str, size: int
 ) -> None:
@@ -130,8 +129,7 @@ def test_bfloat16_compute_is_that_of_one_rank_but_for_rounding(
         assert found["metrics"][name] == pytest.approx(expected[name], rel=0.03, abs=0.01), name
 
 
-@pytest.mark.parametrize(("size", "name"), each(settings_of))
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("size", "strategy", "name"), each(settings_of))
 def test_all_ranks_say_the_same_and_one_has_the_weights(
     together: Together, name: str, strategy: str, size: int
 ) -> None:
@@ -142,8 +140,7 @@ def test_all_ranks_say_the_same_and_one_has_the_weights(
         assert not other["weights"]
 
 
-@pytest.mark.parametrize(("size", "name"), each(saved_of))
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("size", "strategy", "name"), each(saved_of))
 def test_a_checkpoint_is_read_by_any_number_of_ranks(
     alone: Results, together: Together, model_dir: Path, out: Path, name: str, strategy: str, size: int
 ) -> None:
@@ -152,7 +149,7 @@ def test_a_checkpoint_is_read_by_any_number_of_ranks(
     origins = [(origin, number) for origin in STRATEGIES for number in (1, *SIZES) if number < size]
     for origin, number in origins:
         same(found[f"{strategy}/resumed/saved_{origin}_{name}_{number}"], expected)
-    for origin in STRATEGIES:
+    for origin in strategies_of(size):
         same(resumed(Ranks(), model_dir, out / f"saved_{origin}_{name}_{size}", name, strategy), expected)
 
 
@@ -176,6 +173,11 @@ def test_every_rank_saves_what_it_alone_has(together: Together, out: Path, role:
     files = {path.name for path in (out / f"saved_fsdp_critic_{size}").glob(f"{role}*")}
     assert files == {f"{role}.pt", *(f"{role}_{rank}.pt" for rank in range(1, size))}
     assert [path.name for path in (out / f"saved_ddp_critic_{size}").glob(f"{role}*")] == [f"{role}.pt"]
+    if size > 2:  # the second group of ranks has what the first one has
+        assert {path.name for path in (out / f"saved_hsdp_critic_{size}").glob(f"{role}*")} == {
+            f"{role}.pt",
+            f"{role}_1.pt",
+        }
 
 
 @pytest.mark.parametrize("damage", ["missing", "torn"])
@@ -200,8 +202,7 @@ def test_a_checkpoint_without_one_of_its_shards_is_set_aside(
     assert Path(torn).name == "torn_step_2" and "learner_1.pt" in reason
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("size", "strategy"), SHARED)
 def test_one_rank_s_gradient_that_is_not_finite_skips_the_step_of_all(
     together: Together, strategy: str, size: int
 ) -> None:

@@ -137,17 +137,31 @@ def simulate(
 
 @app.command()
 def plan(
-    config: Annotated[Path, Argument(metavar="CONFIG", help="A YAML file, with the machines under `simulator`.")],
-    accelerators: Annotated[int, Option(metavar="N", help="The number of accelerators.")],
+    config: Annotated[
+        Path, Argument(metavar="CONFIG", help="A YAML file; with `--accelerators`, machines under `simulator`.")
+    ],
     overrides: Overrides = None,
+    accelerators: Annotated[
+        int | None, Option(metavar="N", help="Also find out how to split and use this number of accelerators.")
+    ] = None,
+    memory: Annotated[
+        float | None, Option(metavar="GIB", help="The memory of an accelerator, if it is not in this machine.")
+    ] = None,
     price: Annotated[float | None, Option(metavar="PRICE", help="What one accelerator costs per hour.")] = None,
     run: Annotated[str | None, Option(metavar="RUN", help="Take machines and lengths from this run.")] = None,
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Find out how to split and use a number of accelerators: which strategy, which settings, how fast."""
+    """Show the memory that a run needs, and whether it fits. With `--accelerators`, find out how to split and use them:
+    which strategy, which settings, how fast."""
     from penstock.cli import plan as command
     from penstock.cli.runs import find_directory
 
+    if accelerators is None:
+        if price is not None or run is not None:
+            raise typer.BadParameter("--price and --run are for a plan with --accelerators")
+        raise typer.Exit(command.show_memory_plan(config, overrides or [], memory=memory))
+    if memory is not None:
+        raise typer.BadParameter("give either --memory or --accelerators")
     calibrated_by = None if run is None else find_directory(runs_dir, run)
     raise typer.Exit(
         command.show(config, overrides or [], accelerators=accelerators, price=price, calibrated_by=calibrated_by)

@@ -1,6 +1,7 @@
-"""`penstock plan`: check, simulate with progress, show a table, and write a configuration to start from.
+"""`penstock plan`: show what memory a run needs; or, for a number of accelerators, check, simulate with progress, show
+a table, and write a configuration to start from.
 
-Exit codes: 0 done, 1 a simulated run could not continue, 2 wrong configuration, trace or run.
+Exit codes: 0 done, 1 the run does not fit or a simulated run could not continue, 2 wrong configuration, trace or run.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from typing import Any
 
 import yaml
 
+from penstock.cli.memory_check import conclusion, memory_plan
+from penstock.cli.memory_check import table as memory_table
 from penstock.cli.refusal import refusing
 from penstock.cli.simulate import results_directory, show_progress
 from penstock.config import Config, ConfigError, load_config
+from penstock.model.files import read_json
 from penstock.observe.jsonl import write_json
 from penstock.observe.tables import open_console
 from penstock.redaction import redacted
@@ -21,6 +25,20 @@ from penstock.simulator import table
 from penstock.simulator.planning import Option, plan
 
 ROWS = 12
+
+
+@refusing
+def show_memory_plan(path: Path, overrides: Sequence[str], *, memory: float | None) -> int:
+    """Print the memory plan of a configuration and return the exit code. `memory`: of a device, in GiB."""
+    config = load_config(path, overrides)
+    if memory is not None and not memory > 0:
+        raise ConfigError(f"--memory is the memory of one accelerator in GiB, above zero (got {memory:g})")
+    if config.model.path != "tiny":
+        read_json(Path(config.model.path), "config.json")  # raises ModelError
+    plan = memory_plan(config, memory)
+    open_console().print(memory_table(plan))
+    print(conclusion(plan))
+    return 0 if plan["fits"] else 1
 
 
 @refusing

@@ -18,7 +18,7 @@ from penstock.envs.rewards import dataset_rule
 from penstock.envs.rewards.reward import reads_in_sandbox
 from penstock.envs.rewards.reward_box import check_reward_box
 from penstock.model.chat import ChatTokenizer
-from penstock.model.files import check_no_code, has_weights, num_parameters
+from penstock.model.files import check_no_code, has_weights, max_positions, num_parameters
 from penstock.processes.layout import slots_of
 from penstock.sandbox import SandboxUnavailable, confinement, select
 from penstock.scheduler.filters import FilterChain
@@ -42,6 +42,7 @@ def check(config: Config) -> None:
     """Run all checks. Raises `Refused` or `ConfigError` with a remedy."""
     if config.model.path != "tiny":
         check_model(Path(config.model.path))
+        check_context(Path(config.model.path), config.model.max_context)
     if config.pipeline == "eval" and not config.validation_tasks:
         raise Refused("there are no tasks to evaluate: set data.eval_tasks or validation.tasks above 0")
     check_settings(config)
@@ -170,6 +171,16 @@ def check_model(directory: Path) -> None:
         raise Refused(f"model.path: {directory} is not a Hugging Face model directory (no {missing} in it); {remedy}")
     check_no_code(directory)  # ModelError says what a process of the run would say later
     ChatTokenizer.load(directory)
+
+
+def check_context(directory: Path, max_context: int) -> None:
+    """Check that the model has positions for the whole context. Raises `Refused`."""
+    longest = max_positions(directory)
+    if longest is not None and max_context > longest:
+        raise Refused(
+            f"model.max_context ({max_context}) exceeds the positions that the model was made for "
+            f"(max_position_embeddings is {longest} in {directory / 'config.json'}): lower it, or extend the model"
+        )
 
 
 def check_engine(engine: str, python: str) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import yaml
 
 from penstock.cli.launching import ClusterResources, launching, reserving
+from penstock.cli.memory_check import check_memory, show_memory
 from penstock.cli.preflight import check, check_settings
 from penstock.cli.refusal import REFUSAL, Refused, refusing
 from penstock.cli.runs import find_directory
@@ -65,8 +66,10 @@ def begin(
     if dry_run:
         check_settings(config)
         sys.stdout.write(yaml.safe_dump(run_directory.publishable(config), sort_keys=False))
+        show_memory(config)
         return 0
     check(config)
+    check_memory(config)
     if pipeline != "train" and config.model.path == "tiny":
         print(UNTRAINED, file=sys.stderr)
     if detach:

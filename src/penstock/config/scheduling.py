@@ -132,9 +132,9 @@ class TriggerConfig(Section):
     every trigger is an optimizer step. `batch`: wait for all groups of a step (the fixed-batch baseline)."""
     min_samples: int | None = Field(None, ge=1)
     """N_min: number of ready samples that starts training, rounded up to whole groups. If unset, the run finds it: the
-    smallest number at which the learner reaches 90 % of its highest rate, by its own timings. With `use: step` it is
-    also at least so many that no version follows another before the servers, with `max_staleness`, can use it. Until
-    the first timings it is 64."""
+    smallest number at which the learner reaches 90 % of its highest rate, by its own timings. With several ranks it
+    is at least 4 for each rank. With `use: step` it is also at least so many that no version follows another before the
+    servers, with `max_staleness`, can use it. Until the first timings it is 64."""
     max_wait: Wait | None = None
     """T_max: once the learner has waited this long with at least one group ready, it trains the groups that are ready.
     A time such as `500ms`, or a multiple such as `0.25x` of the time in which the run makes a whole step's groups. If

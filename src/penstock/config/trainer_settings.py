@@ -99,6 +99,10 @@ class AdvantagesConfig(Section):
             yield "deviation is not read without normalize"
 
 
+SHARDED_FROM = 10**9
+"""Parameters of a policy from which on ranks hold shards of it."""
+
+
 class CriticConfig(Section):
     """A value function as the baseline, instead of the group's mean (PPO with generalized advantages)."""
 
@@ -126,13 +130,31 @@ class LoraConfig(Section):
 class DistributedConfig(Section):
     """Distribution of the learner's work over its ranks."""
 
-    strategy: Literal["ddp", "fsdp"] = "ddp"
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """`ddp`: each rank has all weights; gradients are summed once per step. `fsdp`: each rank has a shard of weights,
     gradients and optimizer, and layers are gathered when they are needed. `fsdp` needs less memory and more
-    communication, and does not share prompts between samples."""
+    communication, and does not share prompts between samples. `auto`: `fsdp` from a billion parameters on, where a
+    replica takes 16 GB before it computes anything; else `ddp`."""
+    shard_ranks: int | None = Field(None, ge=2)
+    """`fsdp`: number of ranks that share one copy of the model, for example those of a node. Several such groups hold
+    equal shards, and only gradients travel between them (HSDP). If unset, all ranks share one copy."""
     backend: Literal["gloo", "nccl", "hccl"] | None = None
     """Communication backend between ranks; if unset, the backend that suits the device. `hccl` needs the package
     torch_npu."""
+
+    def shards(self, *, ranks: int, num_parameters: int) -> bool:
+        """Return whether each of the actor's `ranks` holds a shard of a policy of this size."""
+        wanted = self.strategy == "fsdp" or (self.strategy == "auto" and num_parameters >= SHARDED_FROM)
+        return wanted and ranks > 1
+
+    def num_shards(self, *, ranks: int, num_parameters: int) -> int:
+        """Return the number of ranks that share one copy of a policy of this size."""
+        shards = self.shards(ranks=ranks, num_parameters=num_parameters)
+        return min(self.shard_ranks or ranks, ranks) if shards else 1
+
+    def contradictions(self) -> Iterator[str]:
+        if self.shard_ranks is not None and self.strategy == "ddp":
+            yield f"shard_ranks ({self.shard_ranks}) is for strategy fsdp: ddp has no shards"
 
 
 class ObjectiveConfig(Section):
@@ -223,6 +245,9 @@ class TrainerConfig(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time. Prompts are then not shared between
     samples."""
+    compile: bool = False
+    """Compile the layers of the trainer's models, for any number of tokens. A layer then has a third of the kernels,
+    which pays on accelerators where kernels are short. The first passes take a minute or more."""
     ranks: int = Field(1, ge=1)
     """Number of trainer processes that share every optimizer step."""
     split: list[Literal["critic", "reference"]] = Field(default_factory=list)
@@ -247,6 +272,9 @@ class TrainerConfig(Section):
         return [role for role, is_needed in needed.items() if is_needed]
 
     def contradictions(self) -> Iterator[str]:
+        share = self.distributed.shard_ranks
+        if share is not None and self.ranks % share:
+            yield f"distributed.shard_ranks ({share}) does not divide ranks ({self.ranks})"
         if self.critic is not None and self.advantages.are_of_turns:
             yield f"advantages {self.advantages.name} needs no critic: leave out one of the two"
         for role in self.split:

@@ -8,10 +8,11 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.own_files import lies_inside, link_outside
 
+Value = TypeVar("Value")
 COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -64,10 +65,30 @@ def read_json_if_present(directory: Path, name: str) -> dict[str, Any]:
 
 def vocab_size(directory: Path) -> int | None:
     """Return the number of tokens that the model has embeddings for; None if config.json does not say."""
+    return _number(directory, "vocab_size")
+
+
+def max_positions(directory: Path) -> int | None:
+    """Return the longest context that the model was made for, in tokens, with an extension that config.json sets. None
+    if it does not say."""
+    longest = _number(directory, "max_position_embeddings")
+    extension = _value(directory, "rope_scaling", dict) or _value(directory, "rope_parameters", dict) or {}
+    factor = extension.get("factor")
+    if longest is None or not isinstance(factor, int | float):
+        return longest
+    original = extension.get("original_max_position_embeddings")
+    return max(longest, int((original if isinstance(original, int) else longest) * factor))
+
+
+def _number(directory: Path, name: str) -> int | None:
+    return _value(directory, name, int)
+
+
+def _value(directory: Path, name: str, kind: type[Value]) -> Value | None:
+    """Return a value of config.json, or of its part about text, if it has this type."""
     config = read_json(directory, "config.json")
     parts = (config, config.get("text_config"))
-    sizes = [part["vocab_size"] for part in parts if isinstance(part, dict) and type(part.get("vocab_size")) is int]
-    return sizes[0] if sizes else None
+    return next((part[name] for part in parts if isinstance(part, dict) and type(part.get(name)) is kind), None)
 
 
 def check_links(directory: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.model.files import AGAIN, ModelError, check_no_code, has_weights
@@ -64,6 +66,13 @@ def hollow_policy(model_dir: Path, *, dtype: torch.dtype = torch.float32) -> Pre
     """Return the model without weights and buffers: on the `meta` device, in eval mode."""
     with torch.device("meta"):
         return load_policy(model_dir, weights=False, dtype=dtype, device=torch.device("meta"))
+
+
+def without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of `model` without weights (on `meta`), but with everything else."""
+    parameters = dict.fromkeys(model.parameters())
+    without = {id(p): Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in parameters}
+    return deepcopy(model, without)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -34,7 +34,6 @@ from penstock.supervisor.janitor import RUNTIME_DIR
 from penstock.trainer.critic import Critic
 from penstock.trainer.learner import Learner
 from penstock.trainer.model_role import ModelRole
-from penstock.trainer.rank_balancing import attention_per_token
 from penstock.trainer.ranks import Ranks, Rendezvous
 from penstock.trainer.reference import Reference
 from penstock.trainer.strategy import is_sharded
@@ -119,11 +118,12 @@ class TrainerRank:
         For sharding only rank 0 reads the weights, to the CPU, so that no device needs room for the whole policy. With
         `whole` every rank loads the policy onto its device. Without `weights` they are random.
         """
-        if whole or not is_sharded(self._config.trainer, self._ranks):
-            return load_policy(directory, device=self._device, weights=weights, seed=self._config.seed)
-        if self._ranks.is_first:
-            return load_policy(directory, weights=weights, seed=self._config.seed)
-        return hollow_policy(directory)
+        if self._ranks.size > 1 and not whole:
+            hollow = hollow_policy(directory)
+            if is_sharded(hollow, self._config.trainer, self._ranks):
+                is_first = self._ranks.is_first
+                return load_policy(directory, weights=weights, seed=self._config.seed) if is_first else hollow
+        return load_policy(directory, device=self._device, weights=weights, seed=self._config.seed)
 
     def _set_threads(self) -> None:
         threads = num_threads(self._config, self._config.trainer.torch_threads, num_sharing=len(self._here))
@@ -144,12 +144,6 @@ class Actor(TrainerRank):
         self._publisher = WeightsPublisher(weights_dir) if self._ranks.is_first else None
         self._first_version = 0
 
-    @remote_method(execute=Execute.RANK_ZERO)
-    def attention_per_token(self) -> float:
-        """Return the cost of attention per token of context, relative to all other costs. See
-        `penstock.trainer.rank_balancing`."""
-        return attention_per_token(self._model)
-
     @remote_method(dispatch={"batch": Shard(uneven="allow")}, collect=reduce(add))
     def imitate(self, batch: Batch, learning_rate: float) -> dict[str, float]:
         """Take one step of the warm start."""
@@ -164,6 +158,7 @@ class Actor(TrainerRank):
 
     accumulate = of_held(Learner.accumulate, dispatch={"batch": PerRank()}, collect=reduce(add))
     step = of_held(Learner.step, collect=first)
+    work = of_held(Learner.work, collect=first)
     write_policy = of_held(Learner.write_policy)
 
     @remote_method(collect=first)

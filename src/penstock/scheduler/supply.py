@@ -209,4 +209,5 @@ def _trigger(config: Config) -> Trigger:
         group_size=config.env.group_size,
         groups_per_step=config.trainer.groups_per_step,
         fewest_per_version=math.ceil(in_flight / max(settings.max_staleness, 1)),
+        num_ranks=config.num_ranks,
     )

@@ -7,9 +7,9 @@ group ready. It has three uses:
 * `step` makes every firing an optimizer step (the literal form of the design note);
 * `batch` waits for `groups_per_step` ready groups and has no T_max (the fixed-batch baseline).
 
-An N_min that is not typed follows from the learner's timings. With `step` it has a lower bound as well: at most
-`max_staleness` versions may follow each other while one answer is generated. By Little's law, the groups in flight
-divided by `max_staleness` are the fewest groups of a step that keep to it.
+An N_min that is not typed follows from the learner's timings. It has lower bounds: every rank of the learner needs some
+samples; and with `step`, at most `max_staleness` versions may follow each other while one answer is generated. By
+Little's law, the groups in flight divided by `max_staleness` are the fewest groups of a step that keep to it.
 
 Feedback scales N_min and T_max within hard bounds. Without feedback they are the configured or measured values.
 """
@@ -22,6 +22,9 @@ import msgspec
 
 from penstock.config.scheduling import TriggerConfig
 from penstock.config.waits import wait_time
+
+SAMPLES_PER_RANK = 4
+"""With fewer samples, ranks cannot be given about equal work."""
 
 
 class TriggerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,9 +67,16 @@ class Trigger:
     """Fires at N_min ready groups, or when the learner has waited T_max."""
 
     def __init__(
-        self, config: TriggerConfig, *, group_size: int, groups_per_step: int, fewest_per_version: int = 1
+        self,
+        config: TriggerConfig,
+        *,
+        group_size: int,
+        groups_per_step: int,
+        fewest_per_version: int = 1,
+        num_ranks: int = 1,
     ) -> None:
-        """`fewest_per_version`: groups of a step below which versions outrun the staleness bound."""
+        """`fewest_per_version`: groups of a step below which versions outrun the staleness bound. `num_ranks`: ranks of
+        the learner, which share the samples."""
         whole = group_size * groups_per_step
         self.use, self.min_samples, self._max_wait = config.use, config.samples_of(whole), wait_time(config.wait)
         self._is_typed = config.min_samples is not None
@@ -76,6 +86,7 @@ class Trigger:
         self._most_samples = min(config.feedback.most_samples or whole, whole)
         self.fewest_groups = min(fewest_per_version, groups_per_step) if self.use == "step" else 1
         """Fewest groups of a step, if `min_samples` is not typed."""
+        self._fewest_of_ranks = math.ceil(num_ranks * SAMPLES_PER_RANK / group_size) if num_ranks > 1 else 1
 
     def thresholds(self, state: TriggerState) -> Thresholds:
         """Return N_min and T_max times the factor of `state`.
@@ -94,7 +105,7 @@ class Trigger:
         # floating point: a product of 33.000000000000004 samples means 33
         min_groups = max(math.ceil(samples / self._group_size - 1e-9), 1)
         if not self._is_typed:
-            min_groups = min(max(min_groups, self.fewest_groups), self.groups_per_step)
+            min_groups = min(max(min_groups, self.fewest_groups, self._fewest_of_ranks), self.groups_per_step)
         return Thresholds(min_groups=min_groups, max_wait_s=wait_s)
 
     def _base_samples(self, state: TriggerState) -> float:

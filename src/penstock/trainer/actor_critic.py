@@ -21,11 +21,12 @@ from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.groups.fused import Roles
 from penstock.trainer.critic import whitened, with_values
-from penstock.trainer.rank_balancing import split_over_ranks
+from penstock.trainer.packing import PASSES
+from penstock.trainer.rank_balancing import Work, split_over_ranks
 from penstock.types import LearnerState, WeightsHandle
 
-INPUTS = ("token_ids", "loss_mask", "versions", "temperatures")
-"""Columns that critic and reference need."""
+INPUTS = ("token_ids", "loss_mask", "versions", "temperatures", PASSES)
+"""Columns that critic and reference need, if the batch has them."""
 
 
 class ActorCritic:
@@ -66,8 +67,8 @@ class ActorCritic:
         """Add the gradients of a batch from `prepare`; see `Learner.accumulate`."""
         parts = [batch]
         if self._actor.size > 1:
-            parts = split_over_ranks(batch, self._actor.size, self._attention_per_token)
-        inputs = [part.keep(INPUTS) for part in parts]
+            parts = split_over_ranks(batch, self._actor.size, self._work)
+        inputs = [part.keep(name for name in INPUTS if name in part.names) for part in parts]
         logprobs = self._reference.logprobs(inputs, self.policy_version) if self._reference else None
         values = self._critic.values(inputs) if self._critic else None
         if logprobs is not None:
@@ -152,5 +153,6 @@ class ActorCritic:
         return seconds / self._roles.num_places
 
     @cached_property
-    def _attention_per_token(self) -> float:
-        return float(self._actor.attention_per_token())
+    def _work(self) -> Work:
+        work: Work = self._actor.work()
+        return work

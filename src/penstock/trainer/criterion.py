@@ -82,9 +82,10 @@ class Criterion:
         *,
         behaviour: Tensor,  # [N], log mu
         advantages: Tensor,  # [N]
-        samples: Tensor,  # [N], number of the token's sample
+        samples: Tensor,  # [N], number of the token's sample, below N
         staleness: Tensor,  # [N], versions
         comparable: Tensor,  # [N], whether `compared_version` sampled all tokens of the sample up to this one
+        compares: bool,  # whether any token is comparable
         reference: Tensor | None = None,  # [N], the reference policy's log-probabilities
     ) -> dict[str, Tensor]:
         """Return the values of each name in `statistics.SUMS`, [N].
@@ -105,7 +106,7 @@ class Criterion:
         if reference is not None:
             kl = kl_k3(logprobs, reference)
         # A forward pass of a sharded copy needs all ranks, even a rank without comparable tokens.
-        compares = bool(comparable.any()) or self._strategy.is_sharded
+        compares = compares or self._strategy.is_sharded
         compared = self._logprobs(self._parity.copy, micro) if compares else None
         difference = ((logprobs if compared is None else compared) - behaviour).abs() * comparable
         loss = (objective.loss * (1.0 - is_mastered) + config.kl_coef * kl) * shares(samples, config.normalize)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,11 @@ from transformers import PreTrainedModel
 
 from penstock.config.trainer_settings import CriticConfig
 from penstock.groups.batch import Batch
+from penstock.trainer import packed_attention
 from penstock.trainer.advantages import EPSILON, generalized_advantages
 from penstock.trainer.model_role import Bools, ModelRole
 from penstock.trainer.optimizer import adamw, load_optimizer, take_step
-from penstock.trainer.packing import MicroBatch, TokenTable, flatten, per_sample
+from penstock.trainer.packing import Boundaries, MicroBatch, flatten, on_device, per_sample
 from penstock.trainer.shards import load_parameters, read_state
 
 NAME = "critic"
@@ -35,9 +37,15 @@ class ValueFunction(torch.nn.Module):
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
-    def forward(self, inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return V at the given places, [N, 1] in float32. `inputs`: [R, L] token ids. `rows`, `columns`: [N]."""
-        hidden = self.body(input_ids=inputs, use_cache=False).last_hidden_state[rows, columns].float()
+    def forward(self, inputs: Tensor, rows: Tensor, columns: Tensor, boundaries: Boundaries | None = None) -> Tensor:
+        """Return V at the given places, [N, 1] in float32. `inputs`: [R, L] token ids. `rows`, `columns`: [N].
+        `boundaries`: of the samples, if they are packed."""
+        if boundaries is None:
+            others: dict[str, Any] = {"use_cache": False}
+        else:
+            packed_attention.check_packs(self.body.config)
+            others = packed_attention.arguments(boundaries)
+        hidden = self.body(input_ids=inputs, **others).last_hidden_state[rows, columns].float()
         with torch.autocast(hidden.device.type, enabled=False):
             values: Tensor = self.head(hidden)
         return values
@@ -59,7 +67,7 @@ class Critic(ModelRole):
         self._parameters = list(self._function.parameters())
         self._optimizer = adamw(self._parameters)
         self._optimizers = [self._optimizer]
-        self._loss, self._tokens = 0.0, 0
+        self._loss, self._tokens = self._no_loss(), 0
 
     def values(self, batch: Batch) -> Batch:
         """Return V before each sampled token, and 0 at other tokens: the column `values`, one array per sample."""
@@ -72,16 +80,16 @@ class Critic(ModelRole):
         `batch` comes from `with_values`: its `values` are V_old, from before this step. The loss is PPO's clipped value
         loss, max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2 (as in arXiv 2005.12729).
         """
-        table = TokenTable.build(batch["token_ids"], self._masks(batch, policy_version).in_loss)
+        table = self._table(batch, self._masks(batch, policy_version).in_loss)
         returns, values = (flatten(batch[name], np.float32) for name in ("returns", "values"))
         with self.busy:
             for micro in self._passes.of(table):
                 value = self._values_of(micro)
-                target, before = (torch.from_numpy(array[micro.tokens]).to(value.device) for array in (returns, values))
+                target, before = (on_device(array[micro.tokens], value.device) for array in (returns, values))
                 near = before + (value - before).clamp(-self._settings.clip, self._settings.clip)
                 loss = 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2)
                 loss.sum().backward()  # type: ignore[no-untyped-call]
-                self._loss += float(loss.detach().sum())
+                self._loss += loss.detach().sum()
                 self._tokens += len(value)
 
     def step(self) -> dict[str, float]:
@@ -90,8 +98,9 @@ class Critic(ModelRole):
         Without tokens, or with a non-finite gradient, weights and optimizer stay unchanged.
         """
         with self.busy:
-            counted = self._ranks.total([self._tokens, self._loss], "add up the tokens and the loss of the critic")
-            (tokens, loss), self._tokens, self._loss = counted, 0, 0.0
+            own = [self._tokens, float(self._loss)]
+            tokens, loss = self._ranks.total(own, "add up the tokens and the loss of the critic")
+            self._loss, self._tokens = self._no_loss(), 0
             norm = 0.0
             if tokens:
                 torch._foreach_div_(self._strategy.summed(self._parameters, in_place=True), tokens)
@@ -109,7 +118,10 @@ class Critic(ModelRole):
         saved = read_state(directory, NAME)
         load_parameters(self._function, saved["function"])
         load_optimizer(self._optimizer, saved["optimizer"])
-        self._loss, self._tokens = 0.0, 0
+        self._loss, self._tokens = self._no_loss(), 0
+
+    def _no_loss(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self._device)
 
     def _modules(self) -> Sequence[Module]:
         return [self._function]
@@ -117,7 +129,7 @@ class Critic(ModelRole):
     def _values_of(self, micro: MicroBatch) -> Tensor:
         """Return V at the micro-batch's trained tokens, [N]."""
         with self._autocast():
-            value: Tensor = self._function(micro.inputs, micro.rows, micro.columns)
+            value: Tensor = self._function(micro.inputs, micro.rows, micro.columns, micro.boundaries)
         return value[:, 0]
 
 

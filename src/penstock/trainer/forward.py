@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.config import ConfigError
 from penstock.model.load_policy import FULL, attention_kinds
+from penstock.trainer import packed_attention
 from penstock.trainer.output_layer import OutputLayer, gathered, needs_chunks
 from penstock.trainer.packing import PASS_COST_TOKENS, MicroBatch
 
@@ -92,10 +93,18 @@ def recompute_activations(model: PreTrainedModel) -> None:
 def token_logits(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
     """Return the logits that predict the trained tokens, [N, vocab].
 
-    Models with `logits_to_keep` project only the trained tokens. With a large vocabulary, the logits of the remaining
-    tokens would need more memory than everything else. The model itself applies any later operation (caps, scales).
+    The output layer gets only the trained tokens, if the model allows that. With a large vocabulary, the logits of the
+    remaining tokens would need more memory than everything else. The model itself applies any later operation (caps,
+    scales).
     """
-    logits: Tensor = model(**_inputs(model, micro)).logits
+
+    def select(_: Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        return (_trained(given[0], micro),)
+
+    inputs = _inputs(model, micro)
+    head = _output_layer(model)
+    with nullcontext() if head is None else head.register_forward_pre_hook(select):
+        logits: Tensor = model(**inputs).logits
     return _trained(logits, micro)
 
 
@@ -122,19 +131,17 @@ def _in_chunks(model: PreTrainedModel, layer: OutputLayer, micro: MicroBatch) ->
 
 
 def _inputs(model: PreTrainedModel, micro: MicroBatch) -> dict[str, Any]:
-    """Return the model's arguments for a micro-batch. They ask for the logits of its trained tokens alone, if the model
-    can do that."""
-    if not _accepts(model, "logits_to_keep"):
-        return {"input_ids": micro.inputs, "use_cache": False}
-    kept = torch.zeros_like(micro.inputs, dtype=torch.bool)
-    kept[micro.rows, micro.columns] = True
+    """Return the model's arguments for a micro-batch."""
+    if micro.boundaries is not None:
+        packed_attention.check_packs(model.config)
+        return {"input_ids": micro.inputs, **packed_attention.arguments(micro.boundaries)}
     prefix = _prefix(model, micro) if micro.prefixes.shape[1] else {"use_cache": False}
-    return {"input_ids": micro.inputs, "logits_to_keep": kept, **prefix}
+    return {"input_ids": micro.inputs, **prefix}
 
 
 def _trained(values: Tensor, micro: MicroBatch) -> Tensor:
-    """Return values of the trained tokens, [N, ...], from those that the model has kept, or from all [R, L, ...]."""
-    return values[micro.rows, micro.columns] if values.dim() > 2 else values
+    """Return values of the trained tokens, [N, ...], from those of all tokens, [R, L, ...], or from themselves."""
+    return values if values.dim() == 2 else values[micro.rows, micro.columns]
 
 
 def _prefix(model: PreTrainedModel, micro: MicroBatch) -> dict[str, Any]:
@@ -154,6 +161,14 @@ def _prefix(model: PreTrainedModel, micro: MicroBatch) -> dict[str, Any]:
         "position_ids": widths + torch.arange(micro.inputs.shape[1], device=widths.device),
         "attention_mask": torch.cat((places < widths, torch.ones_like(micro.inputs, dtype=torch.bool)), dim=1),
     }
+
+
+def _output_layer(model: Any) -> Module | None:
+    """Return the output layer if the model can do with the hidden states of some tokens. A place in `logits_to_keep`
+    would do the same, but a mask waits for the device."""
+    head = model.get_output_embeddings()
+    is_own = head is not None and any(child is head for child in model.children())
+    return head if is_own and _accepts(model, "logits_to_keep") else None
 
 
 def _accepts(model: PreTrainedModel, argument: str) -> bool:

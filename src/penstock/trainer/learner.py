@@ -56,7 +56,8 @@ from penstock.trainer.losses.parts import denominator
 from penstock.trainer.model_role import ModelRole
 from penstock.trainer.noise import GradientNorm, gradient_norm, noise
 from penstock.trainer.optimizer import adamw, load_optimizer, take_step
-from penstock.trainer.packing import TokenTable, flatten
+from penstock.trainer.packing import flatten, on_device
+from penstock.trainer.rank_balancing import Work, attention_per_token
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.shards import load_parameters, read_state, whole
 from penstock.trainer.statistics import StepStatistics
@@ -154,7 +155,7 @@ class Learner(ModelRole):
         masks = self._masks(batch, self.policy_version)
         compared = self._criterion.compared_version(self.policy_version)
         comparable = masks.sampled & _leading(batch["versions"], masks.sampled & (masks.versions != compared))
-        table = TokenTable.build(batch["token_ids"], masks.in_loss, batch["temperatures"])
+        table = self._table(batch, masks.in_loss)
         columns: dict[str, npt.NDArray[Any]] = {  # the criterion's inputs for every token, each [S]
             "behaviour": flatten(batch["logprobs"], np.float32),
             "advantages": _of_tokens(batch["advantages"], batch["token_ids"]),
@@ -165,8 +166,10 @@ class Learner(ModelRole):
             columns["reference"] = flatten(batch["reference"], np.float32)
         with self.busy:
             for micro in self._passes.of(table):
-                inputs = {name: self._on_device(column[micro.tokens]) for name, column in columns.items()}
-                rows = self._criterion.rows(micro, samples=self._on_device(micro.samples), **inputs)
+                own = {name: column[micro.tokens] for name, column in columns.items()}
+                own["samples"] = np.unique(micro.samples, return_inverse=True)[1]
+                inputs = {name: on_device(column, self._device) for name, column in own.items()}
+                rows = self._criterion.rows(micro, compares=bool(own["comparable"].any()), **inputs)
                 rows["loss"].sum().backward()  # type: ignore[no-untyped-call]
                 self._pending.add_tokens(rows)
         ages = masks.staleness[masks.in_loss]
@@ -184,8 +187,14 @@ class Learner(ModelRole):
         )
         return counted | {"busy_s": self.busy.seconds / self._ranks.size}
 
-    def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+    def work(self) -> Work:
+        """Return what the work of the ranks depends on."""
+        together = self._strategy.is_sharded and self._strategy.packs
+        return Work(
+            attention_per_token=attention_per_token(self.model),
+            pass_tokens=self._config.tokens_per_microbatch if together else None,
+            early_apart=self._measure_noise,
+        )
 
     def step(self) -> LearnerState:
         """Take one optimizer step over all accumulated gradients, and end the current policy_version.

@@ -22,10 +22,10 @@ from penstock.groups.batch import Batch
 from penstock.model.compute import BusyClock
 from penstock.ticks import tick
 from penstock.trainer.forward import pass_cost, recompute_activations, shares_prefixes
-from penstock.trainer.packing import Ints, MicroBatch, TokenTable, flatten, micro_batches, per_sample
+from penstock.trainer.packing import PASSES, Ints, MicroBatch, TokenTable, flatten, micro_batches, per_sample
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.shards import write_state
-from penstock.trainer.strategy import Strategy, strategy_of
+from penstock.trainer.strategy import Strategy, compile_layers, strategy_of
 
 Bools = npt.NDArray[np.bool_]
 
@@ -59,7 +59,14 @@ class Passes:
         """Yield micro-batches that hold every sample with a trained token exactly once. Each one is a tick of
         progress."""
         device = self._strategy.device
-        made = micro_batches(table, self._max_tokens, device, share_prefixes=self._share, pass_cost=self._cost)
+        made = micro_batches(
+            table,
+            self._max_tokens,
+            device,
+            share_prefixes=self._share,
+            pack=self._strategy.packs,
+            pass_cost=self._cost,
+        )
         for micro in self._strategy.passes(made):
             yield micro
             tick()
@@ -100,6 +107,8 @@ class ModelRole(ABC):
         self._config, self._ranks = config, ranks or Ranks()
         self._strategy = strategy_of(model, config, self._ranks, compute_dtype)
         self._device = self._strategy.device
+        if config.compile:
+            compile_layers(model)
         max_tokens = config.tokens_per_microbatch
         self._passes = Passes(model, self._strategy, max_tokens=max_tokens, share_prefixes=self.shares_prefixes)
         casts = compute_dtype == torch.bfloat16 and not self._strategy.is_sharded
@@ -154,7 +163,14 @@ class ModelRole(ABC):
             state[name] = state[name].to(device, copy=True)
 
     def _write_state(self, state: Mapping[str, Any], directory: Path, name: str) -> None:
-        write_state(state, directory, name, self._ranks, is_sharded=self._strategy.is_sharded)
+        shard = self._strategy.shard
+        if shard.is_saved:
+            write_state(state, directory, name, shard=shard.number, num_shards=shard.num_shards)
+
+    def _table(self, batch: Batch, trained: Bools) -> TokenTable:
+        """Return the tokens of a batch from `prepare`, or of a rank's part of it. `trained`: see `TokenTable.build`."""
+        passes = batch[PASSES] if PASSES in batch.names else None
+        return TokenTable.build(batch["token_ids"], trained, batch["temperatures"], passes)
 
     @abstractmethod
     def _modules(self) -> Sequence[Module]:
@@ -177,7 +193,7 @@ class ModelRole(ABC):
 
         `compute` returns the values of a micro-batch's trained tokens, [N].
         """
-        table = TokenTable.build(batch["token_ids"], wanted, batch["temperatures"])
+        table = self._table(batch, wanted)
         found = np.zeros(len(table.token_ids), dtype=np.float32)
         with self.busy, torch.no_grad(), self._autocast():
             for micro in self._passes.of(table):

@@ -176,6 +176,12 @@ def _chunks(num_tokens: int, vocab: int) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
+def same_as(model: Any, other: Any) -> None:
+    """Let `model` do to its logits what `other` does, as far as `OutputLayer.of` found that out, without a probe."""
+    if other in _SCALINGS:
+        _SCALINGS[model] = _SCALINGS[other]
+
+
 _SCALINGS: WeakKeyDictionary[Module, Scaling | None] = WeakKeyDictionary()
 """Results of `_scaling_of`."""
 

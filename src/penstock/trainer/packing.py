@@ -1,12 +1,17 @@
-"""Micro-batches with little padding: rows of similar length, and prompts shared by samples of one group computed once.
+"""Micro-batches with little padding or none: rows of similar length, prompts shared by samples of one group, and rows
+that hold several samples.
 
-Samples are sorted by length. The sorted list is cut where one more pass costs less than the padding that it saves.
-Right padding needs no attention mask: under a causal mask no real token sees the tokens to its right. Columns from the
-last trained token on are not fed, since no trained token follows. No Python loop runs per token.
+Padded rows: samples are sorted by length. The sorted list is cut where one more pass costs less than the padding that
+it saves. Right padding needs no attention mask: under a causal mask no real token sees the tokens to its right. A
+prompt that several rows share is computed once. Packed rows: the samples of a pass lie one after the other in a single
+row, without padding (`packed_attention.py`).
+
+Columns from the last trained token on are not fed, since no trained token follows. No Python loop runs per token.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,9 +23,13 @@ import torch
 from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 PASS_COST_TOKENS = 192
 """Fixed cost of one more forward and backward pass on a CPU, in tokens."""
+PASSES = "passes"
+"""Column of a batch with the number of the pass to which each sample was assigned, for ranks that make their passes
+together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,7 @@ class TokenTable:
     prefix_widths: Ints  # [n], columns before the one that predicts the first trained token
     prefix_ids: Ints  # [n], equal for samples with equal prefixes
     temperatures: npt.NDArray[np.float32] | None = None  # [n], of sampling; None if all are 1
+    passes: Ints | None = None  # [n], the number of the pass to which each sample was assigned, if it was
 
     @classmethod
     def build(
@@ -41,6 +51,7 @@ class TokenTable:
         token_ids: Sequence[npt.ArrayLike],
         trained: npt.NDArray[np.bool_],
         temperatures: npt.NDArray[np.float32] | None = None,
+        passes: Ints | None = None,
     ) -> TokenTable:
         """Build the table from one array of ids per sample, and the loss mask over all tokens, [S].
 
@@ -60,12 +71,22 @@ class TokenTable:
         prefixes = [flat[s : s + w].tobytes() for s, w in zip(starts.tolist(), prefix_widths.tolist(), strict=True)]
         number = {prefix: i for i, prefix in enumerate(dict.fromkeys(prefixes))}
         prefix_ids = np.asarray([number[prefix] for prefix in prefixes], dtype=np.int64)
-        return cls(flat, trained, starts, widths, prefix_widths, prefix_ids, temperatures)
+        return cls(flat, trained, starts, widths, prefix_widths, prefix_ids, temperatures, passes)
+
+
+@dataclass(frozen=True, slots=True)
+class Boundaries:
+    """Where the samples of a packed row begin and end."""
+
+    positions: Tensor  # [1, num_tokens], of each token in its sample
+    ends: Tensor  # [num_samples + 1], int32: 0, and the place behind each sample
+    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """R padded rows of L columns, the N trained tokens that they predict, and the P padded prefixes of the rows."""
+    """R padded rows of L columns, the N trained tokens that they predict, and the P padded prefixes of the rows. Or one
+    row of packed samples, without padding and prefixes."""
 
     prefixes: Tensor  # [P, K] token ids; K is 0 where nothing is shared
     prefix_rows: Tensor  # [R], index of each row's prefix
@@ -77,6 +98,8 @@ class MicroBatch:
     tokens: Ints  # [N], index into the table
     samples: Ints  # [N], index of the sample
     temperature: float | Tensor = 1.0  # of all tokens, or [N]
+    boundaries: Boundaries | None = None
+    """Of the samples, if they are packed."""
 
 
 def flatten(arrays: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -100,9 +123,17 @@ class Bucket:
     widest_rest: int = 0
     real: int = 0
     """Tokens without padding; every prefix counts once."""
+    is_packed: bool = False
+
+    @classmethod
+    def packed(cls, samples: list[int], widths: Ints) -> Bucket:
+        """Return a bucket whose samples lie in a single row."""
+        return cls(samples, real=int(widths[samples].sum()), is_packed=True)
 
     def cost(self, pass_cost: int) -> int:
         """Return the tokens that the model is fed, plus the fixed cost of the passes; prefixes need a second pass."""
+        if self.is_packed:
+            return self.real + pass_cost
         padded = len(self.prefixes) * self.widest_prefix + len(self.samples) * self.widest_rest
         return padded + pass_cost * (2 if self.widest_prefix else 1)
 
@@ -123,17 +154,29 @@ class Bucket:
 
 
 def plan(
-    widths: Ints, prefix_widths: Ints, prefix_ids: Ints, max_tokens: int, *, share: bool, pass_cost: int
+    widths: Ints,
+    prefix_widths: Ints,
+    prefix_ids: Ints,
+    max_tokens: int,
+    *,
+    share: bool,
+    pack: bool = False,
+    pass_cost: int,
 ) -> list[Bucket]:
     """Return the cheapest of a few plans that put all samples of non-zero width into buckets. Arrays are [n].
 
-    The first plan sorts rows by length and shares no prefixes. With `share`, two more plans feed each prefix once per
-    bucket: one keeps the samples of a prefix together, the other sorts them by the length of their continuation.
+    The first plan sorts rows by length and shares no prefixes; or, with `pack`, its buckets have packed rows of about
+    equal width. With `share`, two more plans feed each prefix once per bucket: one keeps the samples of a prefix
+    together, the other sorts them by the length of their continuation.
     """
     samples = np.flatnonzero(widths)
     nothing = np.zeros_like(widths)
-    by_width = samples[np.argsort(widths[samples], kind="stable")]
-    plans = [_cut(by_width, widths, nothing, nothing, max_tokens, pass_cost)]
+    if pack:
+        rounds = equal_passes(widths[samples].astype(np.float64), widths[samples], max_tokens)
+        plans = [[Bucket.packed(samples[places].tolist(), widths) for (places,) in rounds]]
+    else:
+        by_width = samples[np.argsort(widths[samples], kind="stable")]
+        plans = [_cut(by_width, widths, nothing, nothing, max_tokens, pass_cost)]
     if share and len(samples):
         rests = widths - prefix_widths
         widest = np.zeros(int(prefix_ids.max()) + 1, dtype=np.int64)
@@ -161,28 +204,111 @@ def _cut(
     return buckets
 
 
+def equal_passes(costs: Floats, widths: Ints, max_tokens: int, num_ranks: int = 1) -> list[list[list[int]]]:
+    """Return the samples of each pass of each rank, for ranks that make their passes together: [pass][rank].
+
+    `costs`, `widths`: [n], the cost of each sample, and its tokens. All ranks have the same number of passes, as few as
+    possible. A pass has at most `max_tokens` tokens, unless a single sample is longer. Samples are assigned from the
+    most expensive to the cheapest, each to the pass with the least cost that has room (Graham's LPT rule). Passes of
+    similar cost are made together. The order of the ranks alternates, so that they have about equal work.
+    """
+    order = np.argsort(-costs, kind="stable").tolist()
+    fewest = min(-(-int(widths.sum()) // max_tokens), len(order))
+    num_passes = -(-fewest // num_ranks)
+    while (made := _filled(order, costs, widths, max_tokens, num_passes * num_ranks)) is None:
+        num_passes += 1
+    rounds = [made[start : start + num_ranks] for start in range(0, len(made), num_ranks)]
+    return [ranks[::-1] if number % 2 else ranks for number, ranks in enumerate(rounds)]
+
+
+def _filled(order: list[int], costs: Floats, widths: Ints, max_tokens: int, num_passes: int) -> list[list[int]] | None:
+    """Return the samples of so many passes, from the most expensive to the cheapest one. None if they do not fit."""
+    passes: list[list[int]] = [[] for _ in range(num_passes)]
+    loads, tokens = [(0.0, number) for number in range(num_passes)], [0] * num_passes  # a heap
+    for sample in order:
+        full = []
+        while loads and passes[loads[0][1]] and tokens[loads[0][1]] + widths[sample] > max_tokens:
+            full.append(heapq.heappop(loads))
+        if not loads:
+            return None
+        load, number = loads[0]
+        passes[number].append(sample)
+        tokens[number] += int(widths[sample])
+        heapq.heapreplace(loads, (load + float(costs[sample]), number))
+        for each in full:
+            heapq.heappush(loads, each)
+    return [passes[number] for _, number in sorted(loads, reverse=True)]
+
+
 def micro_batches(
-    table: TokenTable, max_tokens: int, device: torch.device, *, share_prefixes: bool, pass_cost: int = PASS_COST_TOKENS
+    table: TokenTable,
+    max_tokens: int,
+    device: torch.device,
+    *,
+    share_prefixes: bool,
+    pack: bool = False,
+    pass_cost: int = PASS_COST_TOKENS,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches that hold every sample with a trained token exactly once.
 
-    A micro-batch has at most `max_tokens` padded tokens, unless a single sample is longer. It is split if its padding
-    exceeds `pass_cost`, the cost of one more pass in tokens. With `share_prefixes`, samples with an equal prompt share
-    its computation where that is cheaper.
+    A micro-batch has at most `max_tokens` tokens with padding, unless a single sample is longer. It is split if its
+    padding exceeds `pass_cost`, the cost of one more pass in tokens. With `share_prefixes`, samples with an equal
+    prompt share its computation where that is cheaper. With `pack`, samples are packed, into the passes to which they
+    were assigned if they were.
     """
-    widths = (table.widths, table.prefix_widths, table.prefix_ids)
-    for bucket in plan(*widths, max_tokens, share=share_prefixes, pass_cost=pass_cost):
-        yield _collate(table, bucket, device)
+    if pack and table.passes is not None:
+        samples = np.flatnonzero(table.widths)
+        numbers = table.passes[samples]
+        buckets = [Bucket.packed(samples[numbers == number].tolist(), table.widths) for number in np.unique(numbers)]
+    else:
+        widths = (table.widths, table.prefix_widths, table.prefix_ids)
+        buckets = plan(*widths, max_tokens, share=share_prefixes, pack=pack, pass_cost=pass_cost)
+    for bucket in buckets:
+        yield _packed(table, bucket, device) if bucket.is_packed else _padded(table, bucket, device)
 
 
 def idle(device: torch.device) -> MicroBatch:
     """Return an empty micro-batch: it feeds one column and trains no token."""
     zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
     table = TokenTable(np.zeros(2, np.int64), np.zeros(2, bool), zero, widths=one, prefix_widths=zero, prefix_ids=zero)
-    return _collate(table, Bucket(samples=[0]), device)
+    return _padded(table, Bucket(samples=[0]), device)
 
 
-def _collate(table: TokenTable, bucket: Bucket, device: torch.device) -> MicroBatch:
+def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Return the array as a tensor on `device`. On CUDA the copy waits for no earlier work."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _packed(table: TokenTable, bucket: Bucket, device: torch.device) -> MicroBatch:
+    samples = np.asarray(bucket.samples)
+    lengths = table.widths[samples]
+    ends = np.concatenate(([0], np.cumsum(lengths)))
+    positions = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
+    places = np.repeat(table.starts[samples], lengths) + positions
+    columns = np.flatnonzero(table.trained[places + 1])
+    tokens, of_tokens = places[columns] + 1, np.repeat(samples, lengths)[columns]
+    nothing = np.zeros(0, dtype=np.int64)
+    return MicroBatch(
+        prefixes=on_device(nothing.reshape(0, 0), device),
+        prefix_rows=on_device(nothing, device),
+        prefix_widths=on_device(nothing, device),
+        inputs=on_device(table.token_ids[places][None], device),
+        rows=on_device(np.zeros_like(columns), device),
+        columns=on_device(columns, device),
+        chosen=on_device(table.token_ids[tokens], device),
+        tokens=tokens,
+        samples=of_tokens,
+        temperature=_temperature(table, samples, of_tokens, device),
+        boundaries=Boundaries(
+            positions=on_device(positions[None], device),
+            ends=on_device(ends.astype(np.int32), device),
+            lengths=tuple(lengths.tolist()),
+        ),
+    )
+
+
+def _padded(table: TokenTable, bucket: Bucket, device: torch.device) -> MicroBatch:
     samples = np.asarray(bucket.samples)
     prefix_widths = table.prefix_widths[samples] if bucket.widest_prefix else np.zeros_like(samples)
     starts, rests = table.starts[samples] + prefix_widths, table.widths[samples] - prefix_widths
@@ -191,27 +317,26 @@ def _collate(table: TokenTable, bucket: Bucket, device: torch.device) -> MicroBa
     padded = np.where(real, table.token_ids[grid], 0)
     _, owners, prefix_rows = np.unique(table.prefix_ids[samples], return_index=True, return_inverse=True)
     prefix_grid, prefix_real = _grid(table.starts[samples[owners]], prefix_widths[owners])
-
-    def tensor(array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-    temperature: float | Tensor = 1.0
-    if table.temperatures is not None:
-        distinct = np.unique(table.temperatures[samples])
-        is_single = len(distinct) == 1
-        temperature = float(distinct[0]) if is_single else tensor(table.temperatures[samples[rows]])
     return MicroBatch(
-        prefixes=tensor(np.where(prefix_real, table.token_ids[prefix_grid], 0)),
-        prefix_rows=tensor(prefix_rows),
-        prefix_widths=tensor(prefix_widths),
-        inputs=tensor(padded[:, :-1]),
-        rows=tensor(rows),
-        columns=tensor(targets - 1),
-        chosen=tensor(padded[rows, targets]),
+        prefixes=on_device(np.where(prefix_real, table.token_ids[prefix_grid], 0), device),
+        prefix_rows=on_device(prefix_rows, device),
+        prefix_widths=on_device(prefix_widths, device),
+        inputs=on_device(padded[:, :-1], device),
+        rows=on_device(rows, device),
+        columns=on_device(targets - 1, device),
+        chosen=on_device(padded[rows, targets], device),
         tokens=grid[rows, targets],
         samples=samples[rows],
-        temperature=temperature,
+        temperature=_temperature(table, samples, samples[rows], device),
     )
+
+
+def _temperature(table: TokenTable, samples: Ints, of_tokens: Ints, device: torch.device) -> float | Tensor:
+    """Return the temperature of all tokens, or [N]. `samples`: those of the micro-batch. `of_tokens`: [N]."""
+    if table.temperatures is None:
+        return 1.0
+    distinct = np.unique(table.temperatures[samples])
+    return float(distinct[0]) if len(distinct) == 1 else on_device(table.temperatures[of_tokens], device)
 
 
 def _grid(starts: Ints, widths: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:

@@ -1,13 +1,19 @@
 """Balance samples over ranks, with about equal work for each rank. Pure functions.
 
-Work is counted in tokens, plus the cost of each token's attention to earlier tokens. Samples of one group share a
-prompt, which a rank computes only once. Samples are therefore assigned in bundles of one group. Bundles are small, so
-that one bundle more or less matters little.
+Work is counted in tokens, plus the cost of each token's attention to earlier tokens.
+
+Replicas wait for each other once per step, so only the sums of their work count. Samples of one group share a prompt,
+which a rank computes only once. Samples are therefore assigned in bundles of one group. Bundles are small, so that one
+bundle more or less matters little.
+
+Shards wait for each other in every pass. If they pack samples, every sample is assigned to a pass too, so that all
+ranks have equally many passes, and those that are made together have about equal cost.
 """
 
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +21,7 @@ from transformers import PreTrainedModel
 
 from penstock.groups.batch import Batch
 from penstock.model.load_policy import FULL, attention_kinds
+from penstock.trainer.packing import PASSES, equal_passes
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -23,10 +30,37 @@ BUNDLES_PER_RANK = 8
 """A bundle costs at most 1 / BUNDLES_PER_RANK of a rank's fair share, unless it is a single sample."""
 
 
-def split_over_ranks(batch: Batch, num_ranks: int, attention_per_token: float) -> list[Batch]:
-    """Return each rank's part of a batch from `prepare`. `attention_per_token`: see `costs`."""
-    lengths = [len(ids) for ids in batch["token_ids"]]
-    return [batch.select(part) for part in balance(costs(lengths, attention_per_token), batch["groups"], num_ranks)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What the work of the ranks depends on."""
+
+    attention_per_token: float = 0.0
+    """See `costs`."""
+    pass_tokens: int | None = None
+    """Maximum number of tokens of a pass, if every pass is one of all ranks and has packed samples; otherwise None."""
+    early_apart: bool = False
+    """Whether the `early` samples of a batch are trained before the others, in passes of their own."""
+
+
+def split_over_ranks(batch: Batch, num_ranks: int, work: Work) -> list[Batch]:
+    """Return each rank's part of a batch from `prepare`. With `pass_tokens` the parts have the column `passes`."""
+    lengths = np.asarray([len(ids) for ids in batch["token_ids"]], dtype=np.int64)
+    cost = costs(lengths, work.attention_per_token)
+    if work.pass_tokens is None:
+        return [batch.select(part) for part in balance(cost, batch["groups"], num_ranks)]
+    early = np.asarray(batch["early"], dtype=np.bool_) & work.early_apart
+    ranks, passes = np.zeros_like(lengths), np.zeros_like(lengths)
+    num_passes = 0
+    for samples in (np.flatnonzero(early), np.flatnonzero(~early)):
+        for parts in equal_passes(cost[samples], lengths[samples], work.pass_tokens, num_ranks):
+            for rank, part in enumerate(parts):
+                own = samples[np.asarray(part, dtype=np.int64)]
+                ranks[own], passes[own] = rank, num_passes
+            num_passes += 1
+    return [
+        batch.select(np.flatnonzero(ranks == rank)).union(Batch({PASSES: passes[ranks == rank]}))
+        for rank in range(num_ranks)
+    ]
 
 
 def costs(lengths: npt.ArrayLike, attention_per_token: float) -> Floats:

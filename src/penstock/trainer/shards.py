@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from torch.nn import Module
 from torch.utils._pytree import tree_map
 
 from penstock.config import ConfigError
-from penstock.trainer.ranks import Ranks
+from penstock.ticks import tick
 
+SHARDS = "shards"
+"""Dimension of the mesh of ranks along which tensors are sharded."""
 ROWS = "rows"
 """The only key of a mapping that stands for a shard in a file."""
 PROBE_BYTES = 1 << 20
@@ -64,7 +66,8 @@ def like(value: Tensor | Saved, model: Tensor) -> Any:
         return value
     if isinstance(value, DTensor):
         return value.redistribute(model.device_mesh, model.placements)
-    chunks, rank = value.chunk(model.device_mesh.size()), model.device_mesh.get_local_rank()
+    shards = model.device_mesh[SHARDS]
+    chunks, rank = value.chunk(shards.size()), shards.get_local_rank()
     mine = chunks[rank] if rank < len(chunks) else value[:0]
     local = mine.to(model.device, model.dtype).contiguous()
     return DTensor.from_local(local, model.device_mesh, model.placements, shape=model.shape, stride=model.stride())
@@ -76,19 +79,19 @@ def load_parameters(module: Module, weights: Mapping[str, Tensor | Saved]) -> No
         assign(parameter, weights[name])
 
 
-def write_state(state: Mapping[str, Any], directory: Path, name: str, ranks: Ranks, *, is_sharded: bool) -> None:
-    """Write `state` to `directory`, which all ranks share. All ranks must call this. Raises OSError on a full disk.
+def write_state(state: Mapping[str, Any], directory: Path, name: str, *, shard: int, num_shards: int) -> None:
+    """Write this rank's part of `state` to `directory`, which all ranks share. Raises OSError on a full disk. Each
+    tensor is a tick of progress.
 
-    A state holds only tensors and plain values, so that it loads with `weights_only`. Rank 0 writes `<name>.pt`, with
-    its own rows of sharded tensors. If the state is sharded, rank i writes its rows to `<name>_<i>.pt`.
+    A state holds only tensors and plain values, so that it loads with `weights_only`. Shard 0 goes to `<name>.pt`, with
+    what is not sharded. Shard i goes to `<name>_<i>.pt`.
     """
-    if not (ranks.is_first or is_sharded):
-        return
-    state = {**state, "num_files": ranks.size if is_sharded else 1}
+    state = {**state, "num_files": num_shards}
     own = tree_map(lambda value: {ROWS: value.to_local()} if isinstance(value, DTensor) else value, state)
-    file = directory / _file_of(name, ranks.index)
+    file = directory / _file_of(name, shard)
     try:
-        torch.save(own, file)
+        with file.open("wb") as opened:
+            torch.save(own, _Ticking(opened))  # type: ignore[arg-type] # it has what torch uses
     except RuntimeError:
         file.write_bytes(bytes(PROBE_BYTES))  # torch does not report a full disk; this write does
         raise
@@ -115,6 +118,20 @@ def read_state(directory: Path, name: str) -> dict[str, Any]:
 
     state: dict[str, Any] = tree_map(join, *files, is_leaf=_is_rows)
     return state
+
+
+class _Ticking:
+    """A file. Every write is a tick of progress."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        tick()
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def _file_of(name: str, rank: int) -> str:

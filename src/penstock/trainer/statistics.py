@@ -40,16 +40,17 @@ class StepStatistics:
     """Sums since the last optimizer step. All values start at zero."""
 
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*COUNTS, "staleness_max"), 0.0))
-    difference_max: float = 0.0
+    difference_max: Tensor = field(default_factory=lambda: torch.zeros(()))
     """Largest |logprob trainer - engine| of a comparable token."""
     sums: Tensor = field(default_factory=lambda: torch.zeros(len(SUMS), dtype=torch.float64))
-    """Sums in the order of `SUMS`."""
+    """Sums in the order of `SUMS`. They are on the device until the step ends, so that no micro-batch waits for it."""
 
     def add_tokens(self, rows: Mapping[str, Tensor]) -> None:
         """Add the tokens of one micro-batch. `rows` has the values of each name in `SUMS`, [N]."""
         stacked = torch.stack([rows[name].detach().float() for name in SUMS])
-        self.sums += stacked.sum(dim=1, dtype=torch.float64).cpu()
-        self.difference_max = max([self.difference_max, *rows["difference"].tolist()])
+        self.sums = self.sums.to(stacked.device) + stacked.sum(dim=1, dtype=torch.float64)
+        differences = torch.cat((self.difference_max.to(stacked.device).view(1), rows["difference"].detach().float()))
+        self.difference_max = differences.nan_to_num(nan=0.0, posinf=torch.inf).max()
 
     def add_counts(self, *, staleness_max: float, **counts: float) -> None:
         """Add the counts of one batch."""
@@ -61,11 +62,12 @@ class StepStatistics:
         """Return the statistics of all ranks together. `busy_s` is the mean over ranks."""
         own = [*(self.counts[name] for name in COUNTS), *self.sums.tolist()]
         totals = ranks.total(own, "add up the statistics of the step")
-        largest = [self.counts["staleness_max"], self.difference_max]
+        largest = [self.counts["staleness_max"], float(self.difference_max)]
         staleness_max, difference_max = ranks.largest(largest, "find the largest values of the step")
         counts = dict(zip(COUNTS, totals, strict=False)) | {"staleness_max": staleness_max}
         counts["busy_s"] /= ranks.size
-        return StepStatistics(counts, difference_max, torch.tensor(totals[len(COUNTS) :], dtype=torch.float64))
+        sums = torch.tensor(totals[len(COUNTS) :], dtype=torch.float64)
+        return StepStatistics(counts, torch.tensor(difference_max, dtype=torch.float64), sums)
 
     def means(self, denominator: float) -> dict[str, float]:
         """Return the metrics by name, zero if nothing was counted. `denominator`: the divisor of the loss."""
@@ -76,7 +78,7 @@ class StepStatistics:
             "ess": _effective_size(total["ratio_mean"], total["ratio_squared"], tokens),
             "sample_ess": _effective_size(total["sample_weight"], total["sample_weight_squared"], samples),
             "kl_engine_trainer": total["difference"] / max(self.counts["kl_tokens"], 1),
-            "parity_gap_max": self.difference_max,
+            "parity_gap_max": float(self.difference_max),
             "staleness_mean": self.counts["staleness"] / tokens,
             **{name: total[name] / tokens for name in MEANS},
         }

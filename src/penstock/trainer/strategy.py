@@ -6,13 +6,17 @@ with fewer micro-batches therefore run passes over empty ones. Shards also exclu
 cached keys and values bypass the layers' outputs, and FSDP attaches its gathering to those outputs. Shards are float32.
 In a run that computes in bfloat16, layers are gathered in bfloat16, and their gradients are reduced in float32.
 
-In both cases gradients are plain sums over the ranks.
+With `shard_ranks`, groups of ranks hold equal shards. Layers are gathered within a group, and gradients are summed over
+the groups as well (HSDP).
+
+In all cases gradients are plain sums over the ranks.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +27,27 @@ from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
 from penstock.config import ConfigError, TrainerConfig
+from penstock.model.load_policy import without_weights
 from penstock.trainer.lora import merged_weights
+from penstock.trainer.packed_attention import pack
 from penstock.trainer.packing import MicroBatch, idle
 from penstock.trainer.ranks import Ranks
-from penstock.trainer.shards import assign
+from penstock.trainer.shards import SHARDS, assign
 
 BROADCAST = "begin with the same weights"
 """Name of the operation in error messages about ranks that wait for each other."""
+REPLICAS = "replicas"
+"""Dimension of the mesh of ranks along which they hold equal shards."""
+
+
+class Shard(NamedTuple):
+    """What a rank holds of a model."""
+
+    number: int
+    num_shards: int
+    """Of a whole model."""
+    is_saved: bool
+    """Whether this rank writes it: others may hold the same."""
 
 
 class Strategy:
@@ -38,9 +56,11 @@ class Strategy:
     is_sharded = False
     """Whether every rank saves its own part, and every pass of one rank is a pass of all ranks."""
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        """`device`: the device on which this rank computes."""
-        self.ranks, self.device = ranks, device
+    def __init__(self, ranks: Ranks, device: torch.device, *, packs: bool = False) -> None:
+        """`device`: the device on which this rank computes. `packs`: whether passes have packed samples, without
+        padding."""
+        self.ranks, self.device, self.packs = ranks, device, packs
+        self.shard = Shard(number=0, num_shards=1, is_saved=ranks.is_first)
 
     def place(self, module: Module, *, precise: Sequence[Module] = ()) -> None:
         """Distribute `module` over the ranks, in place, with rank 0's weights.
@@ -82,18 +102,25 @@ class Sharded(Strategy):
 
     is_sharded = True
 
-    def __init__(self, ranks: Ranks, policy: PreTrainedModel, compute_dtype: torch.dtype) -> None:
-        """`ranks` have met. `policy` has no adapters. Raises `ConfigError` if torch is too old to sum gradients of
-        shards without averaging."""
+    def __init__(
+        self, ranks: Ranks, policy: PreTrainedModel, compute_dtype: torch.dtype, *, num_shards: int, packs: bool
+    ) -> None:
+        """`ranks` have met, and each `num_shards` of them share a copy. `policy` has no adapters. Raises `ConfigError`
+        if torch is too old to sum gradients of shards without averaging."""
         assert ranks.device is not None
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ConfigError(
                 f"trainer.distributed.strategy fsdp: torch {torch.__version__} can only average the gradients of "
                 "shards: install a newer torch, or choose ddp"
             )
-        super().__init__(ranks, ranks.device)
-        self._mesh = init_device_mesh(self.device.type, (ranks.size,))
-        self._hollow = _hollow(policy)
+        super().__init__(ranks, ranks.device, packs=packs)
+        mesh = {SHARDS: num_shards}
+        if num_shards < ranks.size:
+            mesh = {REPLICAS: ranks.size // num_shards, **mesh}
+        self._mesh = init_device_mesh(self.device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+        replica, number = divmod(ranks.index, num_shards)
+        self.shard = Shard(number=number, num_shards=num_shards, is_saved=replica == 0)
+        self._hollow = without_weights(policy)
         self._precision = MixedPrecisionPolicy()
         if compute_dtype != torch.float32:
             self._precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
@@ -146,7 +173,7 @@ class Sharded(Strategy):
         """
         for part in precise:
             fully_shard(part, mesh=self._mesh, reshard_after_forward=True)
-        for layer in (*_layers(module), module):
+        for layer in (*layers_of(module), module):
             fully_shard(layer, mesh=self._mesh, reshard_after_forward=True, mp_policy=self._precision)
         for part in module.modules():
             if isinstance(part, FSDPModule):
@@ -154,27 +181,44 @@ class Sharded(Strategy):
                 part.set_gradient_divide_factor(1.0)
 
 
-def is_sharded(config: TrainerConfig, ranks: Ranks) -> bool:
-    """Return whether the model is sharded: fsdp is configured and there is more than one rank."""
-    return config.distributed.strategy == "fsdp" and ranks.size > 1
+def is_sharded(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> bool:
+    """Return whether `policy`, which may be without weights, is sharded over the ranks."""
+    return config.distributed.shards(ranks=ranks.size, num_parameters=num_parameters(policy))
+
+
+def num_parameters(policy: PreTrainedModel) -> int:
+    """Return the number of parameters of a model, which may be without weights."""
+    return sum(parameter.numel() for parameter in policy.parameters())
 
 
 def strategy_of(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks, compute_dtype: torch.dtype) -> Strategy:
     """Return the configured strategy for a policy that is not sharded yet.
 
-    For sharding, rank 0 has the policy on any device, and the other ranks have it without weights (`meta`).
+    For sharding, rank 0 has the policy on any device, and the other ranks have it without weights (`meta`). Samples are
+    packed on accelerators and by shards, if the policy can do that. Replicas on CPUs share prompts, which pays more.
     """
-    return Sharded(ranks, policy, compute_dtype) if is_sharded(config, ranks) else Strategy(ranks, policy.device)
+    sharded = is_sharded(policy, config, ranks)
+    packs = (sharded or policy.device.type != "cpu") and pack(policy)
+    if sharded:
+        return Sharded(
+            ranks,
+            policy,
+            compute_dtype,
+            num_shards=config.distributed.num_shards(ranks=ranks.size, num_parameters=num_parameters(policy)),
+            packs=packs,
+        )
+    return Strategy(ranks, policy.device, packs=packs)
 
 
-def _layers(module: Module) -> list[Module]:
+def compile_layers(model: Module) -> None:
+    """Compile the parts of each layer, when they are first used, for any number of tokens. Layers themselves cannot be
+    compiled if their activations are computed again: attention over packed samples is not compiled."""
+    for layer in layers_of(model):
+        for part in layer.children():
+            part.compile(dynamic=True)
+
+
+def layers_of(module: Module) -> list[Module]:
     """Return the blocks that Transformers does not split (`_no_split_modules`)."""
     names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     return [part for part in module.modules() if type(part).__name__ in names]
-
-
-def _hollow(policy: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of `policy` without weights (on `meta`), but with everything else."""
-    parameters = dict.fromkeys(policy.parameters())
-    without = {id(p): Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in parameters}
-    return copy.deepcopy(policy, without)

@@ -35,9 +35,9 @@ def unit_ratio(logprobs: Tensor) -> Tensor:
 
 
 def sequence_sum(values: Tensor, samples: Tensor) -> Tensor:
-    """Return for every token the sum over its sample's tokens, [N]. `samples` [N]: number of each token's sample."""
-    size = int(samples.max()) + 1 if len(samples) else 0
-    return values.new_zeros(size).index_add(0, samples, values)[samples]
+    """Return for every token the sum over its sample's tokens, [N]. `samples` [N]: number of each token's sample, below
+    N."""
+    return torch.zeros_like(values).index_add(0, samples, values)[samples]
 
 
 def sequence_mean(values: Tensor, samples: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def smallest_until(squares: Tensor, samples: Tensor, candidates: Tensor, budget:
 def shares(samples: Tensor, normalize: Normalize) -> Tensor:
     """Return each token's factor, [N]: one over its sample's tokens for `sequence`, else 1.
 
-    `samples` [N]: number of each token's sample.
+    `samples` [N]: number of each token's sample, below N.
     """
     ones = torch.ones(len(samples), device=samples.device)
     return ones / sequence_sum(ones, samples) if normalize == "sequence" else ones

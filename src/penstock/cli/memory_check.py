@@ -1,0 +1,115 @@
+"""The memory plan of a run: as a table, and as a refusal of runs that cannot fit. Torch-free: another process plans."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from penstock.cli.refusal import Refused
+from penstock.config import Config
+from penstock.model.files import num_parameters
+from penstock.observe.tables import listing, open_console
+
+PLAN_S = 600.0
+"""Time limit in seconds for planning: torch may have to load from a slow disk."""
+GIB = 2**30
+WRONG_CONFIGURATION = 2
+"""Exit code of the plan's process."""
+LARGE = 50_000_000
+"""Parameters from which on a model may not fit."""
+
+
+class NotPlanned(Refused):
+    """The memory of a model cannot be counted."""
+
+
+def memory_plan(config: Config, memory_gib: float | None = None) -> dict[str, Any]:
+    """Return the plan, see `processes/memory_plan.py`. `memory_gib`: memory of a device, if not those of this machine.
+    Raises `Refused` for a wrong configuration, and `NotPlanned` for a model that cannot be counted."""
+    words = [] if memory_gib is None else ["--memory", str(int(memory_gib * GIB))]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "penstock.processes.memory_plan", *words],
+            input=config.model_dump_json(),
+            capture_output=True,
+            text=True,
+            timeout=PLAN_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise NotPlanned(f"no memory plan was made within {PLAN_S:g} s: is the disk with torch very slow?") from None
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        if done.returncode == WRONG_CONFIGURATION:
+            raise Refused(reason)
+        raise NotPlanned(f"model.path: the memory of {config.model.path} cannot be planned: {reason}")
+    plan: dict[str, Any] = json.loads(done.stdout)
+    return plan
+
+
+def table(plan: Mapping[str, Any]) -> Table:
+    """Return a table with what each process needs."""
+    lines = listing(["process", "for"], ["GiB"])
+    for need in plan["needs"]:
+        who = need["who"] if need["count"] == 1 else f"{need['who']}, each of {need['count']}"
+        for number, (name, size) in enumerate(need["parts"].items()):
+            lines.add_row(who if number == 0 else "", name, _gib(size))
+        reserve = need["total"] - sum(need["parts"].values())
+        lines.add_row("", "libraries, fragments", _gib(reserve))
+        lines.add_row("", "together", _gib(need["total"]), end_section=True)
+    return lines
+
+
+def conclusion(plan: Mapping[str, Any]) -> str:
+    """Return a sentence that says whether the run fits, and what would fit."""
+    sizes = f"{_gib(plan['largest'])} GiB of the {_gib(plan['capacity'])} GiB of a device ({plan['device']})"
+    if plan["fits"]:
+        return f"It fits: at most {sizes}."
+    remedy = (
+        f"This would fit: {' '.join(plan['remedies'])}" if plan["remedies"] else "No setting was found that would fit"
+    )
+    return f"It does not fit: it needs {sizes}. {remedy}."
+
+
+def is_large(config: Config) -> bool:
+    """Return whether the model is so large that its memory matters on some machine."""
+    directory = Path(config.model.path)
+    return config.model.path != "tiny" and directory.is_dir() and num_parameters(directory) >= LARGE
+
+
+def show_memory(config: Config) -> None:
+    """Print the plan of a large model to stderr."""
+    if (plan := _plan_of_large(config)) is not None:
+        open_console(stderr=True).print(table(plan))
+        print(conclusion(plan), file=sys.stderr)
+
+
+def check_memory(config: Config) -> None:
+    """Check that the run's tensors fit into the memory of this machine's devices. Raises `Refused`."""
+    if config.cluster.address is not None or (plan := _plan_of_large(config)) is None:
+        return
+    if plan["tensors"] > plan["capacity"]:
+        largest = max(plan["needs"], key=lambda need: need["total"])
+        parts = ", ".join(f"{name} {_gib(size)}" for name, size in largest["parts"].items())
+        raise Refused(f"{largest['who']} ({parts} GiB): {conclusion(plan)} `penstock plan` shows all of it")
+
+
+def _plan_of_large(config: Config) -> dict[str, Any] | None:
+    """Return the plan of a large model. None for a small one, and, with a warning, for one that cannot be counted."""
+    if not is_large(config):
+        return None
+    try:
+        return memory_plan(config)
+    except NotPlanned as error:
+        print(f"warning: {error}", file=sys.stderr)
+        return None
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.2f}" if size < 10 * GIB else f"{size / GIB:,.1f}"

@@ -1,0 +1,289 @@
+"""The memory that the processes of a run need on their devices, and which settings would fit if it is too much.
+
+As a program it reads a configuration from its input, as JSON, and prints the plan as JSON: commands that start runs do
+not import torch. `--memory BYTES` plans for devices with so much memory, instead of those of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import torch
+from pydantic import ValidationError
+
+from penstock.config import Config, ConfigError, TrainerConfig
+from penstock.model.files import ModelError, read_json
+from penstock.model.load_policy import resolve_device, resolve_dtype
+from penstock.model.tiny import write_tiny_model
+from penstock.processes.layout import places, takes_turns
+from penstock.rollout.room import bytes_of_token
+from penstock.trainer.memory import LearnerBytes, Sizes, architecture_of, learner_bytes, sizes
+
+RESERVE_BYTES = 2**30
+"""Of every process that computes: libraries, the device's context, and their workspaces."""
+FRAGMENTS = 0.05
+"""Share of the tensors that is lost between them."""
+MOST_RANKS = 512
+"""Largest number of ranks that is tried."""
+REFUSED = 2
+"""Exit code if the configuration is wrong."""
+LOGIT_COPIES = 3
+"""Float32 tensors of a vocabulary's width that sampling makes for each slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The memory of some equal processes."""
+
+    who: str
+    count: int
+    parts: dict[str, int]
+    """Bytes of each process, by what they are for."""
+
+    @property
+    def tensors(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def total(self) -> int:
+        return int(self.tensors * (1 + FRAGMENTS)) + RESERVE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The needs of a run, and whether they can be met."""
+
+    device: str
+    capacity: int
+    """Bytes of one device; on a CPU of the machine."""
+    needs: list[Need]
+    largest: int
+    """Bytes that the most burdened device has to hold."""
+    tensors: int
+    """The same without what is not sure to be needed."""
+    remedies: list[str] = field(default_factory=list)
+    """Words for the command line with which the run would fit. Empty if it fits, or if nothing was found that would."""
+
+    @property
+    def fits(self) -> bool:
+        return self.largest <= self.capacity
+
+    def plain(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        needs = [asdict(need) | {"total": need.total} for need in self.needs]
+        return asdict(self) | {"needs": needs, "fits": self.fits}
+
+
+class Planner:
+    """Plans a run. Passes that were counted once are not counted again for other settings."""
+
+    def __init__(self, config: Config, model_dir: Path, device: torch.device, capacity: int, num_devices: int) -> None:
+        """`capacity`: bytes of one device. `num_devices`: devices of this machine, for all processes; 0 if it is not
+        known."""
+        self._config, self._device, self._capacity = config, device, capacity
+        self._num_devices, self._model_dir = num_devices, model_dir
+        self._dtype = resolve_dtype(config.model.dtype, device)
+        self._counted: dict[str, LearnerBytes] = {}
+
+    @cached_property
+    def _architecture(self) -> Any:
+        return architecture_of(self._model_dir)
+
+    @cached_property
+    def _sizes(self) -> Sizes:
+        return sizes(self._architecture, self._config.trainer)
+
+    def plan(self) -> Plan:
+        """Return the plan, with what would fit if the configuration does not."""
+        config, device = self._config, self._device
+        needs = [*self._trainers(config), *self._servers(config)]
+        plan = Plan(
+            device=f"{device.type}, {self._capacity / 2**30:.1f} GiB"
+            + (f", {self._num_devices} of them on this machine" if device.type != "cpu" and self._num_devices else ""),
+            capacity=self._capacity,
+            needs=needs,
+            largest=self._largest(config, needs, lambda need: need.total),
+            tensors=self._largest(config, needs, lambda need: need.tensors),
+        )
+        if plan.fits:
+            return plan
+        words = next((words for words in self._remedies() if self._fits(words)), [])
+        return Plan(**{name: getattr(plan, name) for name in Plan.__slots__} | {"remedies": words})
+
+    def _fits(self, words: Sequence[str]) -> bool:
+        try:
+            config = changed(self._config, words)
+        except ValidationError:  # for example more ranks than a step has samples
+            return False
+        needs = [*self._trainers(config), *self._servers(config)]
+        return self._largest(config, needs, lambda need: need.total) <= self._capacity
+
+    def _largest(self, config: Config, needs: Sequence[Need], size_of: Callable[[Need], int]) -> int:
+        """Return the bytes on the most burdened device. All processes share a CPU. If there are fewer devices than
+        processes, one of each kind may share a device, unless they take turns."""
+        is_one_machine = config.cluster.address is None
+        if self._device.type == "cpu" and is_one_machine:
+            return sum(need.count * size_of(need) for need in needs)
+        share = is_one_machine and 0 < self._num_devices < sum(need.count for need in needs)
+        sizes = [size_of(need) for need in needs]
+        return sum(sizes) if share and not takes_turns(config) else max(sizes, default=0)
+
+    def _trainers(self, config: Config) -> Iterator[Need]:
+        if config.pipeline != "train":
+            return
+        for place, roles in places(config).items():
+            found = self._learner(config.trainer, config.model.max_context, roles)
+            ranks = config.trainer.ranks
+            sharded = config.trainer.distributed.shards(ranks=ranks, num_parameters=self._sizes.all)
+            tokens = max(config.trainer.tokens_per_microbatch, config.model.max_context)
+            parts = {
+                "weights, gradients, moments" + (" (a shard)" if sharded else ""): found.states,
+                "copies: " + ", ".join(_copies(config, roles)): found.copies,
+                "gathered layers": found.gathered,
+                f"a pass of {tokens:,} tokens": found.one_pass,
+                "the optimizer's step": max(found.optimizer_step - found.gathered - found.one_pass, 0),
+            }
+            if place == "reference":
+                parts = {"weights": found.states // 4, "a pass": found.one_pass // self._sizes.num_layers}
+            yield Need(" and ".join(roles), ranks, {name: size for name, size in parts.items() if size})
+
+    def _servers(self, config: Config) -> Iterator[Need]:
+        rollout = config.rollout
+        if rollout.urls or rollout.engine != "penstock":
+            return
+        raw = read_json(self._model_dir, "config.json")
+        of_token = bytes_of_token(raw, self._dtype.itemsize)
+        vocab = int(self._architecture.get_text_config().vocab_size)
+        slots, context = rollout.slots, config.model.max_context
+        parts = {
+            "weights": self._sizes.all * self._dtype.itemsize,
+            f"keys and values: {slots} slots of {context:,} tokens": slots * context * of_token,
+            "sampling": slots * vocab * 4 * LOGIT_COPIES,
+        }
+        yield Need("rollout server", rollout.servers, parts)
+
+    def _learner(self, trainer: TrainerConfig, longest: int, roles: list[str]) -> LearnerBytes:
+        known = json.dumps([trainer.model_dump(mode="json"), longest, roles], sort_keys=True)
+        if known not in self._counted:
+            self._counted[known] = learner_bytes(
+                self._architecture,
+                trainer,
+                longest=longest,
+                dtype=self._dtype,
+                on_accelerator=self._device.type != "cpu",
+                roles=roles,
+            )
+        return self._counted[known]
+
+    def _remedies(self) -> Iterator[list[str]]:
+        """Yield settings that need less and less memory, as words for the command line."""
+        config, words = self._config, list[str]()
+        slots = config.rollout.slots
+        for wanted in _halved(slots):
+            yield [f"rollout.slots={wanted}"]
+            if not self._server_is_too_large(config, wanted):
+                words = [f"rollout.slots={wanted}"] if wanted != slots else []
+                break
+        if config.pipeline != "train":
+            return
+        steps = [
+            f"trainer.tokens_per_microbatch={config.model.max_context}",
+            "trainer.activation_checkpointing=true",
+        ]
+        if config.trainer.tokens_per_microbatch <= config.model.max_context:
+            steps = steps[1:]
+        for step in steps:
+            words = [*words, step]
+            yield words
+        is_one_machine = config.cluster.address is None
+        most_ranks = self._num_devices if is_one_machine and self._num_devices else MOST_RANKS
+        ranks = max(config.trainer.ranks, 2)
+        while ranks <= most_ranks:
+            yield [*words, "trainer.distributed.strategy=fsdp", f"trainer.ranks={ranks}"]
+            ranks *= 2
+        if config.trainer.lora is None:  # last, because it trains something else
+            yield [*words, "trainer.lora.rank=16"]
+
+    def _server_is_too_large(self, config: Config, slots: int) -> bool:
+        return any(need.total > self._capacity for need in self._servers(changed(config, [f"rollout.slots={slots}"])))
+
+
+def _halved(slots: int) -> Iterator[int]:
+    while slots >= 1:
+        yield slots
+        slots //= 2
+
+
+def _copies(config: Config, roles: list[str]) -> Iterator[str]:
+    if "reference" in roles:
+        yield "reference"
+    if "critic" in roles:
+        yield "critic with its optimizer"
+    if "actor" in roles and config.trainer.objective.proximal == "snapshot":
+        yield "snapshot"
+    if "actor" in roles and config.trainer.canaries.parity_every is not None:
+        yield "parity check"
+
+
+def changed(config: Config, words: Sequence[str]) -> Config:
+    """Return the configuration with settings from the command line."""
+    tree = config.model_dump(mode="python")
+    for word in words:
+        name, _, value = word.partition("=")
+        *path, last = name.split(".")
+        section = tree
+        for part in path:
+            section[part] = section.get(part) or {}
+            section = section[part]
+        section[last] = json.loads(value) if value[:1].isdigit() or value in ("true", "false") else value
+    return Config.model_validate(tree)
+
+
+def planned(config: Config, memory: int | None = None) -> Plan:
+    """Return the plan of a run. `memory`: bytes of a device, if not those of this machine's. Raises `ConfigError` for a
+    model that Transformers does not know."""
+    device = resolve_device(config.model.device)
+    if memory is not None and device.type == "cpu":  # planned here for another machine
+        device = torch.device("cuda")
+    on_cpu = device.type == "cpu"
+    if memory is not None:
+        capacity, num_devices = memory, 0
+    elif on_cpu:
+        capacity, num_devices = int(psutil.virtual_memory().total), 1
+    else:
+        module = torch.get_device_module(device)
+        if not module.is_available():
+            raise ConfigError(f"model.device {config.model.device}: torch finds no such device on this machine")
+        capacity, num_devices = int(module.mem_get_info(0)[1]), int(module.device_count())
+    with TemporaryDirectory() as directory:
+        model_dir = Path(config.model.path)
+        if config.model.path == "tiny":
+            model_dir = Path(directory) / "tiny"
+            write_tiny_model(model_dir, config.model.tiny, config.model.max_context)
+        return Planner(config, model_dir, device, capacity, num_devices).plan()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--memory", type=int)
+    options = parser.parse_args()
+    config = Config.model_validate_json(sys.stdin.read())
+    try:
+        plan = planned(config, options.memory)
+    except (ConfigError, ModelError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(REFUSED)
+    json.dump(plan.plain(), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

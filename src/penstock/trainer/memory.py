@@ -1,0 +1,289 @@
+"""How much memory a learner needs, counted without any: its real passes, on tensors that have shapes and no values.
+
+A model of one layer and one of two layers make a pass of the run's micro-batch. Every tensor that the pass makes is
+counted for as long as it lives. The difference of the two peaks is what one more layer needs. So the count knows what
+the architecture saves for its backward pass, and what activation checkpointing leaves of that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import Linear
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
+
+from penstock.config import TrainerConfig
+from penstock.model.load_policy import OWN_CODE
+from penstock.trainer import output_layer, packed_attention
+from penstock.trainer.forward import recompute_activations, shares_prefixes, token_logprobs
+from penstock.trainer.packing import TokenTable, micro_batches
+from penstock.trainer.ranks import BUCKET_ELEMENTS
+from penstock.trainer.strategy import layers_of
+
+CPU = torch.device("cpu")
+EXPERTS = "grouped_mm"
+"""Name of the function of Transformers that computes experts without a look at the values of tensors, as on devices."""
+UNMASKED = "penstock_unmasked"
+"""Name of an attention function in Transformers."""
+MASTER_BYTES = 4
+"""Of weights, gradients and each of the optimizer's two moments."""
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all tensors that are made, for as long as they live."""
+
+    def __init__(self, *, known: Iterable[Tensor] = ()) -> None:
+        """`known`: tensors that exist already."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._known = WeakIdKeyDictionary()
+        for tensor in known:
+            self._known[tensor.untyped_storage()] = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        self._known[storage] = None
+        size = storage.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, size)
+
+    def _forget(self, size: int) -> None:
+        self.live -= size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of a model, in parameters."""
+
+    num_layers: int
+    all: int
+    layer: int
+    """The largest layer."""
+    outside: int
+    """Parameters of no layer: embeddings, output layer, last norm."""
+    trained: int
+    """All, or those of the adapters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerBytes:
+    """Memory of one rank of the actor, with critic and reference if they are in the same process."""
+
+    states: int
+    """Weights, gradients and moments."""
+    copies: int
+    """Other copies of the policy, critic and reference."""
+    gathered: int
+    """Layers of shards that are gathered for a pass, and their gradients."""
+    one_pass: int
+    """The largest micro-batch: activations and the output layer."""
+    optimizer_step: int
+    """What a step makes beside the states, after the passes: sums over ranks, and the optimizer's own tensors."""
+
+    @property
+    def total(self) -> int:
+        return self.states + self.copies + max(self.gathered + self.one_pass, self.optimizer_step)
+
+
+def sizes(architecture: Any, trainer: TrainerConfig) -> Sizes:
+    """Return the sizes of a model with this Transformers configuration."""
+    model = _hollow(architecture)
+    layers = layers_of(model)
+    num_all = sum(p.numel() for p in model.parameters())
+    in_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    return Sizes(
+        num_layers=len(layers),
+        all=num_all,
+        layer=max(in_layers, default=0),
+        outside=num_all - sum(in_layers),
+        trained=num_all if trainer.lora is None else _adapter_size(model, trainer.lora.rank, trainer.lora.targets),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """The largest micro-batch, and how it is computed."""
+
+    tokens: int
+    longest: int
+    """Tokens of a sample."""
+    dtype: torch.dtype
+    """Of the computation."""
+    sharded: bool = False
+    packs: bool = False
+    """Whether samples are packed, if the model can do that."""
+    recomputed: bool = False
+    """Whether activations are computed again in the backward pass."""
+
+
+def pass_bytes(architecture: Any, shape: Pass) -> int:
+    """Return the peak of a forward and a backward pass, without weights and gradients."""
+    asked = architecture.to_json_string(use_diff=False), shape
+    if asked not in _COUNTED:
+        num_layers = int(architecture.get_text_config().num_hidden_layers)
+        one, two = (_peak(_shortened(architecture, num), shape) for num in (1, min(2, num_layers)))
+        _COUNTED[asked] = one + (num_layers - 1) * max(two - one, 0)
+    return _COUNTED[asked]
+
+
+_COUNTED: dict[tuple[str, Pass], int] = {}
+"""Results of `pass_bytes`, which are the same for any number of ranks."""
+
+
+def learner_bytes(
+    architecture: Any,
+    trainer: TrainerConfig,
+    *,
+    longest: int,
+    dtype: torch.dtype,
+    on_accelerator: bool,
+    roles: list[str],
+) -> LearnerBytes:
+    """Return what one rank needs. `longest`: tokens of the longest sample. `dtype`: of the computation. `roles`: those
+    in the process of the rank."""
+    size = sizes(architecture, trainer)
+    sharded = trainer.distributed.shards(ranks=trainer.ranks, num_parameters=size.all)
+    parts = trainer.distributed.num_shards(ranks=trainer.ranks, num_parameters=size.all)
+    frozen = 0 if trainer.lora is None else size.all
+    states = (4 * MASTER_BYTES * size.trained + MASTER_BYTES * frozen) // parts
+    whole = MASTER_BYTES * size.all // parts
+    copies = whole * (
+        (trainer.objective.proximal == "snapshot")
+        + (trainer.canaries.parity_every is not None)
+        + ("reference" in roles and trainer.objective.kl_coef > 0)
+        + 4 * ("critic" in roles)
+    )
+    gathered = 0
+    if sharded:  # two layers and the root are gathered, and the gradients of one unit are reduced in float32
+        computed, unit = dtype.itemsize, max(size.layer, size.outside)
+        gathered = computed * (2 * size.layer + size.outside) + (computed + MASTER_BYTES) * unit
+    shape = Pass(
+        tokens=max(trainer.tokens_per_microbatch, longest),
+        longest=longest,
+        dtype=dtype,
+        sharded=sharded,
+        packs=sharded or on_accelerator,
+        recomputed=trainer.activation_checkpointing,
+    )
+    # without a fused optimizer the square roots of the second moments are made for all parameters
+    optimizer_step = 0 if on_accelerator else MASTER_BYTES * size.trained // parts
+    if trainer.ranks > 1 and not sharded:
+        optimizer_step = max(optimizer_step, MASTER_BYTES * min(size.trained, BUCKET_ELEMENTS))
+    return LearnerBytes(
+        states=states,
+        copies=copies,
+        gathered=gathered,
+        one_pass=pass_bytes(architecture, shape),
+        optimizer_step=optimizer_step,
+    )
+
+
+def architecture_of(model_dir: Path) -> Any:
+    """Return the Transformers configuration of a model directory."""
+    return AutoConfig.from_pretrained(model_dir, **OWN_CODE)
+
+
+def _peak(architecture: Any, shape: Pass) -> int:
+    hollow, factor, dtype = _hollow(architecture), 1, shape.dtype
+    experts = hollow._can_set_experts_implementation()
+    if experts:  # they are counted in bfloat16, the only dtype that their kernel's shapes are known for
+        factor, dtype = dtype.itemsize // torch.bfloat16.itemsize, torch.bfloat16
+    packs = shape.packs and packed_attention.pack(hollow)
+    output_layer.OutputLayer.of(hollow)
+    table = _table(shape, vocab=int(architecture.get_text_config().vocab_size))
+    share = not shape.sharded and not shape.recomputed and shares_prefixes(hollow)
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        weights = dtype if shape.sharded or experts else torch.float32  # shards are gathered in the dtype of the pass
+        model: Any = AutoModelForCausalLM.from_config(architecture, dtype=weights, trust_remote_code=False).eval()
+        if experts:
+            model.set_experts_implementation(EXPERTS)
+        output_layer.same_as(model, hollow)
+        if packs or hollow._supports_attention_backend:
+            packed_attention.use(model, packed_attention.PACKED if packs else UNMASKED)
+        if shape.recomputed:
+            recompute_activations(model)
+        known = [*model.parameters(), *model.buffers()]
+        for parameter in model.parameters():
+            if shape.sharded:  # gradients leave for their shards
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+            else:
+                parameter.grad = torch.zeros_like(parameter)
+                known.append(parameter.grad)
+        live = stack.enter_context(LiveBytes(known=known))
+        stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=weights != dtype))
+        for micro in micro_batches(table, shape.tokens, CPU, share_prefixes=share, pack=packs):
+            logprobs, entropy = token_logprobs(model, micro)
+            (logprobs.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]
+            del logprobs, entropy
+    return int(live.peak) * factor
+
+
+def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, _: Any, **given: Any) -> Any:
+    """Attend as padded rows do, which need no mask. Transformers would make one for tensors without values."""
+    return sdpa_attention_forward(module, query, key, value, None, **given)
+
+
+AttentionInterface.register(UNMASKED, _attend)
+AttentionMaskInterface.register(UNMASKED, lambda *_, **__: None)
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _table(shape: Pass, vocab: int) -> TokenTable:
+    """Return a micro-batch of samples with different prompts: as many of the longest ones as fit, at least one."""
+    lengths = [shape.longest] * max(shape.tokens // shape.longest, 1)
+    ids = [np.full(length, number % vocab, dtype=np.int64) for number, length in enumerate(lengths)]
+    return TokenTable.build(ids, np.ones(sum(lengths), dtype=np.bool_))
+
+
+def _hollow(architecture: Any) -> Any:
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32, trust_remote_code=False)
+    return made.eval()
+
+
+def _shortened(architecture: Any, num_layers: int) -> Any:
+    """Return the configuration with this number of layers: the last ones, where they differ."""
+    found = deepcopy(architecture)
+    text = found.get_text_config()
+    if kinds := getattr(text, "layer_types", None):
+        text.layer_types = kinds[-num_layers:]
+    text.num_hidden_layers = num_layers
+    return found
+
+
+def _adapter_size(model: Any, rank: int, targets: Any) -> int:
+    head = model.get_output_embeddings()
+    found = 0
+    for name, part in model.named_modules():
+        wanted = targets == "all-linear" or name.rpartition(".")[2] in targets
+        if isinstance(part, Linear) and part is not head and wanted:
+            found += rank * (part.in_features + part.out_features)
+    return found

@@ -1,0 +1,93 @@
+"""What a run needs, and what would fit: counted from the model's configuration alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.config import Config, ConfigError
+from penstock.processes.memory_plan import Plan, Planner, changed, planned
+
+GIB = 2**30
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "memory"
+
+
+def config(**settings: Any) -> Config:
+    """A model of eight billion parameters."""
+    tree: dict[str, Any] = {
+        "model": {"path": str(EXAMPLE / "qwen3-8b"), "max_context": 8192, "device": "cpu"},
+        "env": {"max_new_tokens": 8000},
+        "rollout": {"slots": 16},
+        "trainer": {},
+    }
+    for name, value in settings.items():
+        tree[name] = tree.get(name, {}) | value
+    return Config.model_validate(tree)
+
+
+def plan_of(wanted: Config, gib: int = 80, num_devices: int = 0) -> Plan:
+    device = torch.device("cuda")
+    return Planner(wanted, Path(wanted.model.path), device, gib * GIB, num_devices).plan()
+
+
+def test_a_replica_of_eight_billion_parameters_fits_nowhere_and_shards_would() -> None:
+    wanted = config(trainer={"ranks": 2, "distributed": {"strategy": "ddp"}, "canaries": {"parity_every": None}})
+    plan = plan_of(wanted)
+    (actor, server) = plan.needs
+    assert actor.who == "actor" and actor.count == 2 and server.who == "rollout server"
+    assert actor.parts["weights, gradients, moments"] == pytest.approx(131e9, rel=0.01)
+    assert not plan.fits and plan.tensors > plan.capacity
+    assert "trainer.distributed.strategy=fsdp" in plan.remedies
+    again = plan_of(changed(wanted, plan.remedies))
+    assert again.fits and not again.remedies
+
+
+def test_what_is_named_is_the_first_that_fits() -> None:
+    wanted = config(
+        model={"path": str(EXAMPLE / "qwen3-8b"), "max_context": 2048, "device": "cpu"},
+        env={"max_new_tokens": 2000},
+        trainer={"ranks": 8, "tokens_per_microbatch": 32_768},
+    )
+    plan = plan_of(wanted)
+    assert not plan.fits
+    assert plan.remedies == ["trainer.tokens_per_microbatch=2048"]
+
+
+def test_servers_are_told_how_many_slots_fit() -> None:
+    plan = plan_of(config(rollout={"slots": 128}, trainer={"ranks": 8, "activation_checkpointing": True}))
+    assert not plan.fits
+    (words,) = plan.remedies
+    name, _, slots = words.partition("=")
+    assert name == "rollout.slots" and 8 <= int(slots) < 128
+    (key_values,) = [size for part, size in plan.needs[1].parts.items() if part.startswith("keys and values")]
+    assert key_values == 128 * 8192 * 36 * 2 * 8 * 128 * 2
+
+
+def test_processes_that_share_a_device_are_added_up() -> None:
+    wanted = config(trainer={"ranks": 1, "lora": {"rank": 8}, "activation_checkpointing": True})
+    apart, together = plan_of(wanted, num_devices=2), plan_of(wanted, num_devices=1)
+    assert together.largest == sum(need.total for need in together.needs) > apart.largest
+    in_turns = changed(wanted, ["scheduler.max_staleness=0", "scheduler.mode=colocated"])
+    assert plan_of(in_turns, num_devices=1).largest == apart.largest
+
+
+def test_foreign_engines_have_settings_of_their_own() -> None:
+    plan = plan_of(config(rollout={"engine": "vllm"}, trainer={"ranks": 8}))
+    assert [need.who for need in plan.needs] == ["actor"]
+
+
+def test_the_tiny_policy_fits_into_this_machine() -> None:
+    plan = planned(Config())
+    assert plan.fits and plan.device.startswith(("cpu", "cuda"))
+    assert json.loads(json.dumps(plan.plain()))["fits"] is True
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match="finds no such device"):
+        planned(config(model={"path": str(EXAMPLE / "qwen3-8b"), "max_context": 8192, "device": "cuda"}))

@@ -1,0 +1,99 @@
+"""What a learner is said to need is what its passes make: the same tensors are counted while a real learner trains."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_forward import SMALL, small_model
+from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from penstock.config import TrainerConfig
+from penstock.samples import Sample
+from penstock.trainer.learner import Learner
+from penstock.trainer.memory import LiveBytes, Pass, learner_bytes, pass_bytes, sizes
+from penstock.trainer.prepare import prepare
+from penstock.types import NO_VERSION
+
+WIDE = SMALL | {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 5, "max_position_embeddings": 512}
+ARCHITECTURES = {
+    "qwen3": Qwen3Config(**WIDE),
+    "llama, tied": LlamaConfig(**WIDE, tie_word_embeddings=True),
+    "gpt2": GPT2Config(vocab_size=60, n_embd=64, n_layer=5, n_head=2, n_positions=512),
+}
+
+
+def samples(number: int, length: int) -> list[Sample]:
+    draw = np.random.default_rng(0)
+    mask = (np.arange(length) > 0).astype(np.uint8)
+    return [
+        Sample(
+            group=each // 2,
+            episode=each,
+            reward=float(each % 2),
+            truncated=False,
+            token_ids=draw.integers(3, 60, length).astype(np.int32),
+            loss_mask=mask,
+            logprobs=(-4.0 * mask).astype(np.float32),
+            versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
+        )
+        for each in range(number)
+    ]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_what_is_planned_is_what_a_learner_makes(architecture: Any, checkpointed: bool) -> None:
+    trainer = TrainerConfig(tokens_per_microbatch=1024, activation_checkpointing=checkpointed)
+    planned = learner_bytes(
+        architecture, trainer, longest=256, dtype=torch.float32, on_accelerator=False, roles=["actor"]
+    )
+    learner = Learner(small_model(architecture), trainer, max_staleness=9)
+    batch, _ = prepare(samples(4, 257))
+    for _ in range(2):  # the first step makes the optimizer's state
+        learner.accumulate(batch)
+        learner.step()
+    gc.collect()
+    learner.accumulate(batch)  # its gradients stay
+    own = [*learner.model.parameters(), *(p.grad for p in learner.model.parameters())]
+    with LiveBytes(known=own) as live:
+        learner.accumulate(batch)
+    assert live.peak == pytest.approx(planned.one_pass, rel=0.1)
+    assert planned.states == 16 * sum(p.numel() for p in learner.model.parameters())
+
+
+def test_shards_need_less_and_recomputed_activations_too() -> None:
+    architecture = ARCHITECTURES["qwen3"]
+
+    def needed(**settings: Any) -> Any:
+        trainer = TrainerConfig(tokens_per_microbatch=1024, **settings)
+        return learner_bytes(
+            architecture, trainer, longest=256, dtype=torch.bfloat16, on_accelerator=True, roles=["actor"]
+        )
+
+    replica, shard = needed(ranks=4), needed(ranks=4, distributed={"strategy": "fsdp"})
+    assert shard.states == replica.states // 4 and shard.copies == replica.copies // 4
+    assert shard.gathered > 0 == replica.gathered
+    assert needed(activation_checkpointing=True).one_pass < 0.5 * needed().one_pass
+    assert needed(lora={"rank": 2}).states < 0.5 * needed().states
+
+
+def test_a_pass_is_counted_without_its_memory() -> None:
+    """The count of a model of real size takes seconds, and tensors without values."""
+    config = {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "vocab_size": 151_936}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    architecture = Qwen3Config(**config, **heads, max_position_embeddings=40_960, tie_word_embeddings=False)
+    assert 8.1e9 < sizes(architecture, TrainerConfig()).all < 8.3e9
+    shape = Pass(tokens=32_768, longest=32_768, dtype=torch.bfloat16, sharded=True, packs=True, recomputed=True)
+    found = pass_bytes(architecture, shape)
+    layers = 36 * 32_768 * 4096 * 2
+    assert layers < found < 4 * layers, "the inputs of all layers, and one layer's activations"
+
+
+def test_experts_are_counted() -> None:
+    architecture = Qwen3MoeConfig(**WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    found = pass_bytes(architecture, Pass(tokens=512, longest=256, dtype=torch.float32))
+    assert found > 5 * 512 * 64 * 4
