@@ -18,7 +18,7 @@ import math
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
@@ -146,7 +146,21 @@ class _State:
     """Sums of steps and of prompts; see `Totals`."""
 
     def copy(self) -> _State:
-        return replace(self, active=self.active.copy(), num_open=self.num_open.copy(), complete=self.complete.copy())
+        return _State(  # `dataclasses.replace` takes several times as long
+            self.time,
+            self.tau,
+            self.active.copy(),
+            self.num_open.copy(),
+            self.complete.copy(),
+            self.head,
+            self.member,
+            self.serial,
+            self.context,
+            self.kv_used,
+            self.entered,
+            self.steps,
+            self.prompts,
+        )
 
     def place(self, request: Request, first: int, num_new: int) -> None:
         """Activate `num_new` sequences of `request`, starting at `first`."""
@@ -161,7 +175,7 @@ class _State:
     def advance(self, steps: int, step_s: float, context_token_s: float) -> None:
         """Take `steps` steps during which no sequence enters or ends."""
         num_active = len(self.active)
-        held = _held(self.context, num_active, steps)
+        held = _held(self.context, num_active, steps) if context_token_s else 0
         n, b, bb, c, bc = self.steps
         active = steps * num_active
         self.steps = n + steps, b + active, bb + active * num_active, c + held, bc + num_active * held
@@ -339,16 +353,21 @@ class ServerModel:
             return min(max(request.ended) for request in state.complete)
         if not state.active:
             return None
-        cost, left = self._cost, state.num_open.copy()
+        cost, left, context_s = self._cost, state.num_open.copy(), self._context_s
         time, tau, context, num_active = state.time, state.tau, state.context, len(state.active)
         for finish, _, request, sequence in reversed(state.active):
-            if -finish > tau:
-                steps = -finish - tau
-                time += steps * cost[num_active] + self._context_s * _held(context, num_active, steps)
-                tau, context = -finish, context + steps * num_active
-            left[request] = left.get(request, len(request.lengths)) - 1
-            if not left[request]:
+            steps = -finish - tau
+            if steps > 0:
+                time += steps * cost[num_active]
+                if context_s:
+                    time += context_s * _held(context, num_active, steps)
+                    context += steps * num_active
+                tau = -finish
+            num_left = left.get(request)
+            num_left = (len(request.lengths) if num_left is None else num_left) - 1
+            if not num_left:
                 break
+            left[request] = num_left
             num_active -= 1
             context -= request.context + request.lengths[sequence]
         return time
@@ -356,21 +375,23 @@ class ServerModel:
     def _run(self, state: _State, until: float) -> None:
         """Run whole steps up to the first boundary at or after `until`, or to a boundary at which a request is
         complete. Stop `_ahead` earlier, when its last waiting request has entered."""
+        active, num_requests = state.active, len(self._line)
         while not state.complete:
             is_held_back = False
-            if state.head < len(self._line) and len(state.active) < self._slots:
+            if state.head < num_requests and len(active) < self._slots:
                 is_held_back = self._admit(state)
-                if state is self._ahead and state.head == len(self._line):
+                if state is self._ahead and state.head == num_requests:
                     break
-            if not state.active:
+            if not active:
                 break
-            finish = -state.active[-1][0]
+            finish = -active[-1][0]
             steps = 1 if is_held_back else finish - state.tau
-            left = self._steps_within(until - state.time, state)
-            is_reached = left <= steps - 1
-            if is_reached:
-                steps = max(math.ceil(left), 0)
-            state.advance(steps, self._cost[len(state.active)], self._context_s)
+            is_reached = False
+            if until != math.inf:
+                left = self._steps_within(until - state.time, state)
+                if is_reached := left <= steps - 1:
+                    steps = max(math.ceil(left), 0)
+            state.advance(steps, self._cost[len(active)], self._context_s)
             if finish == state.tau:
                 state.end_due()
             if is_reached:
@@ -379,7 +400,7 @@ class ServerModel:
     def _steps_within(self, seconds: float, state: _State) -> float:
         """Return how many steps take `seconds` while contexts grow and no sequence enters or ends, less the
         tolerance."""
-        if seconds <= 0 or seconds == math.inf:
+        if seconds <= 0:
             return seconds
         num_active = len(state.active)
         growth_s = self._context_s * num_active / 2
@@ -390,8 +411,9 @@ class ServerModel:
         """Fill free slots from the queue, and spend the time for the prompts. Return whether the next request waits
         only for the prompt-token limit of this step."""
         tokens, is_held_back = 0, False
-        while not self.released and state.head < len(self._line) and len(state.active) < self._slots:
-            request, free = self._line[state.head], self._slots - len(state.active)
+        line, num_requests = self._line, len(self._line)
+        while not self.released and state.head < num_requests and (free := self._slots - len(state.active)) > 0:
+            request = line[state.head]
             num_left = len(request.lengths) - state.member
             if free < self._together and free < num_left:
                 break
