@@ -117,6 +117,7 @@ def test_an_unknown_architecture_is_one_clear_error(tmp_path: Path) -> None:
     [
         ({}, None),
         ({"max_position_embeddings": 512}, 512),
+        ({"n_positions": 1024}, 1024),
         ({"text_config": {"max_position_embeddings": 256}}, 256),
         ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 2048),
         (

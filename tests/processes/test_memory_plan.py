@@ -75,6 +75,12 @@ def test_processes_that_share_a_device_are_added_up() -> None:
     assert plan_of(in_turns, num_devices=1).largest == apart.largest
 
 
+def test_larger_groups_of_shards_are_tried_before_adapters() -> None:
+    wanted = config(trainer={"ranks": 4, "distributed": {"shard_ranks": 2}, "activation_checkpointing": True})
+    plan = plan_of(wanted)
+    assert not plan.fits and plan.remedies == ["trainer.distributed.shard_ranks=null"]
+
+
 def test_foreign_engines_have_settings_of_their_own() -> None:
     plan = plan_of(config(rollout={"engine": "vllm"}, trainer={"ranks": 8}))
     assert [need.who for need in plan.needs] == ["actor"]

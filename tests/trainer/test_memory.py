@@ -93,6 +93,29 @@ def test_a_pass_is_counted_without_its_memory() -> None:
     assert layers < found < 4 * layers, "the inputs of all layers, and one layer's activations"
 
 
+def test_roles_in_processes_of_their_own_have_their_own_states_alone() -> None:
+    trainer = TrainerConfig.model_validate({"critic": {}, "objective": {"kl_coef": 0.1}, "lora": {"rank": 2}})
+    needed = {
+        role: learner_bytes(
+            ARCHITECTURES["qwen3"], trainer, longest=64, dtype=torch.float32, on_accelerator=False, roles=[role]
+        )
+        for role in ("actor", "critic", "reference")
+    }
+    weights = 4 * sizes(ARCHITECTURES["qwen3"], trainer).all
+    assert (needed["critic"].states, needed["critic"].copies) == (0, 4 * weights)
+    assert (needed["reference"].states, needed["reference"].copies) == (0, weights)
+    assert needed["actor"].states < 2 * weights and needed["actor"].copies == weights, "the copy for the parity check"
+
+
+def test_layers_without_experts_do_not_stand_for_those_with_experts() -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+    shape = Pass(tokens=512, longest=256, dtype=torch.bfloat16, sharded=True, packs=True)
+    all_sparse, few_dense = (
+        pass_bytes(Qwen3MoeConfig(**WIDE, **experts, mlp_only_layers=dense), shape) for dense in ([], [0, 1])
+    )
+    assert few_dense == all_sparse
+
+
 def test_experts_are_counted() -> None:
     architecture = Qwen3MoeConfig(**WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     found = pass_bytes(architecture, Pass(tokens=512, longest=256, dtype=torch.float32))

@@ -12,11 +12,13 @@ from test_forward import CONFIGS, SMALL, siblings, small_model
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import (
+    BertConfig,
     CohereConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MambaConfig,
+    Phi3Config,
     PreTrainedModel,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -44,6 +46,21 @@ OTHERS = {
     "windows and a soft cap": CONFIGS["gemma2 with windows and a soft cap"][0],
     "sinks": GptOssConfig(**SMALL, layer_types=["full_attention"] * 2, num_local_experts=2, num_experts_per_tok=1),
     "a recurrent state": MambaConfig(vocab_size=60, hidden_size=16, num_hidden_layers=2, state_size=4),
+    "positions of another kind for long samples": Phi3Config(
+        **SMALL,
+        pad_token_id=0,
+        original_max_position_embeddings=16,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "attention to later tokens": BertConfig(
+        vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24
+    ),
     "positions that depend on the longest sample": LlamaConfig(
         **SMALL, rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     ),

@@ -71,7 +71,8 @@ def vocab_size(directory: Path) -> int | None:
 def max_positions(directory: Path) -> int | None:
     """Return the longest context that the model was made for, in tokens, with an extension that config.json sets. None
     if it does not say."""
-    longest = _number(directory, "max_position_embeddings")
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    longest = next((found for name in names if (found := _number(directory, name)) is not None), None)
     extension = _value(directory, "rope_scaling", dict) or _value(directory, "rope_parameters", dict) or {}
     factor = extension.get("factor")
     if longest is None or not isinstance(factor, int | float):

@@ -145,15 +145,16 @@ class Planner:
             ranks = config.trainer.ranks
             sharded = config.trainer.distributed.shards(ranks=ranks, num_parameters=self._sizes.all)
             tokens = max(config.trainer.tokens_per_microbatch, config.model.max_context)
+            passing = f"a pass of {tokens:,} tokens"
             parts = {
                 "weights, gradients, moments" + (" (a shard)" if sharded else ""): found.states,
                 "copies: " + ", ".join(_copies(config, roles)): found.copies,
                 "gathered layers": found.gathered,
-                f"a pass of {tokens:,} tokens": found.one_pass,
+                passing: found.one_pass,
                 "the optimizer's step": max(found.optimizer_step - found.gathered - found.one_pass, 0),
             }
-            if place == "reference":
-                parts = {"weights": found.states // 4, "a pass": found.one_pass // self._sizes.num_layers}
+            if place == "reference":  # nothing is kept for a backward pass
+                parts[passing] = found.one_pass // self._sizes.num_layers
             yield Need(" and ".join(roles), ranks, {name: size for name, size in parts.items() if size})
 
     def _servers(self, config: Config) -> Iterator[Need]:
@@ -195,15 +196,18 @@ class Planner:
                 break
         if config.pipeline != "train":
             return
-        steps = [
-            f"trainer.tokens_per_microbatch={config.model.max_context}",
-            "trainer.activation_checkpointing=true",
-        ]
-        if config.trainer.tokens_per_microbatch <= config.model.max_context:
-            steps = steps[1:]
-        for step in steps:
-            words = [*words, step]
-            yield words
+        trainer = config.trainer
+        for step, is_one in (
+            (
+                f"trainer.tokens_per_microbatch={config.model.max_context}",
+                trainer.tokens_per_microbatch > config.model.max_context,
+            ),
+            ("trainer.activation_checkpointing=true", not trainer.activation_checkpointing),
+            ("trainer.distributed.shard_ranks=null", trainer.distributed.shard_ranks is not None),
+        ):
+            if is_one:
+                words = [*words, step]
+                yield words
         is_one_machine = config.cluster.address is None
         most_ranks = self._num_devices if is_one_machine and self._num_devices else MOST_RANKS
         ranks = max(config.trainer.ranks, 2)
@@ -244,7 +248,7 @@ def changed(config: Config, words: Sequence[str]) -> Config:
         for part in path:
             section[part] = section.get(part) or {}
             section = section[part]
-        section[last] = json.loads(value) if value[:1].isdigit() or value in ("true", "false") else value
+        section[last] = json.loads(value) if value[:1].isdigit() or value in ("true", "null") else value
     return Config.model_validate(tree)
 
 

@@ -40,6 +40,8 @@ EXPERTS = "grouped_mm"
 """Name of the function of Transformers that computes experts without a look at the values of tensors, as on devices."""
 UNMASKED = "penstock_unmasked"
 """Name of an attention function in Transformers."""
+ALL_SPARSE: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
+"""Settings of architectures with which every layer has experts."""
 MASTER_BYTES = 4
 """Of weights, gradients and each of the optimizer's two moments."""
 
@@ -94,7 +96,7 @@ class LearnerBytes:
     """Memory of one rank of the actor, with critic and reference if they are in the same process."""
 
     states: int
-    """Weights, gradients and moments."""
+    """Weights, gradients and moments of the policy, if the actor is there."""
     copies: int
     """Other copies of the policy, critic and reference."""
     gathered: int
@@ -169,12 +171,14 @@ def learner_bytes(
     sharded = trainer.distributed.shards(ranks=trainer.ranks, num_parameters=size.all)
     parts = trainer.distributed.num_shards(ranks=trainer.ranks, num_parameters=size.all)
     frozen = 0 if trainer.lora is None else size.all
-    states = (4 * MASTER_BYTES * size.trained + MASTER_BYTES * frozen) // parts
+    acts = "actor" in roles
+    trained = size.trained if acts else size.all
+    states = (4 * MASTER_BYTES * size.trained + MASTER_BYTES * frozen) // parts if acts else 0
     whole = MASTER_BYTES * size.all // parts
     copies = whole * (
-        (trainer.objective.proximal == "snapshot")
-        + (trainer.canaries.parity_every is not None)
-        + ("reference" in roles and trainer.objective.kl_coef > 0)
+        (acts and trainer.objective.proximal == "snapshot")
+        + (acts and trainer.canaries.parity_every is not None)
+        + ("reference" in roles)
         + 4 * ("critic" in roles)
     )
     gathered = 0
@@ -190,9 +194,9 @@ def learner_bytes(
         recomputed=trainer.activation_checkpointing,
     )
     # without a fused optimizer the square roots of the second moments are made for all parameters
-    optimizer_step = 0 if on_accelerator else MASTER_BYTES * size.trained // parts
+    optimizer_step = 0 if on_accelerator else MASTER_BYTES * trained // parts
     if trainer.ranks > 1 and not sharded:
-        optimizer_step = max(optimizer_step, MASTER_BYTES * min(size.trained, BUCKET_ELEMENTS))
+        optimizer_step = max(optimizer_step, MASTER_BYTES * min(trained, BUCKET_ELEMENTS))
     return LearnerBytes(
         states=states,
         copies=copies,
@@ -273,8 +277,11 @@ def _shortened(architecture: Any, num_layers: int) -> Any:
     """Return the configuration with this number of layers: the last ones, where they differ."""
     found = deepcopy(architecture)
     text = found.get_text_config()
-    if kinds := getattr(text, "layer_types", None):
+    if kinds := vars(text).get("layer_types"):
         text.layer_types = kinds[-num_layers:]
+    for name, sparse in ALL_SPARSE.items():
+        if vars(text).get(name):
+            setattr(text, name, sparse)
     text.num_hidden_layers = num_layers
     return found
 

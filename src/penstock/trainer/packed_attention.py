@@ -9,6 +9,7 @@ down to its layers.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ ARGUMENT = "boundaries"
 """Name of the argument with the boundaries."""
 BEYOND = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
 """Arguments of attention functions that ask for more than plain causal attention."""
+ROPES = {"dynamic", "longrope"}
+"""Rotary positions that depend on the longest sample."""
 TRIAL_EXPERTS = "batched_mm"
 """Name of a function of Transformers that computes experts without a look at the values of tensors."""
 KERNEL_WIDTH = 256
@@ -54,6 +57,7 @@ def pack(model: PreTrainedModel) -> bool:
         and config._attn_implementation in ("sdpa", PACKED)
         and attention_kinds(config) == {FULL}
         and not getattr(model, "_is_stateful", False)
+        and not ROPES & _rope_kinds(config.to_dict())
         and _attending_layers(model) == config.num_hidden_layers
     )
     if can:
@@ -159,6 +163,12 @@ def _attending_layers(model: PreTrainedModel) -> int:
     return len(trial.layers)
 
 
+def _rope_kinds(settings: Mapping[str, Any]) -> set[str]:
+    """Return the kinds of rotary positions that a configuration names, also in its parts."""
+    found = {str(value) for name, value in settings.items() if name in ("rope_type", "type")}
+    return found.union(*(_rope_kinds(value) for value in settings.values() if isinstance(value, dict)))
+
+
 class _Trial:
     """Stands for the boundaries, and notes the layers to which it is handed down."""
 
@@ -166,8 +176,12 @@ class _Trial:
         self.layers: set[int] = set()
 
 
-def _try(module: Module, query: Tensor, key: Tensor, value: Tensor, _: Any, **given: Any) -> tuple[Tensor, None]:
-    if ARGUMENT in given and all(given.get(name) is None for name in BEYOND):
+def _try(
+    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
+) -> tuple[Tensor, None]:
+    is_plain = all(given.get(name) is None for name in BEYOND) and getattr(attention_mask, "numel", int)() == 1
+    is_causal = given.get("is_causal") is not False and getattr(module, "is_causal", True)
+    if ARGUMENT in given and is_plain and is_causal:
         given[ARGUMENT].layers.add(id(module))
     batch, heads, num_tokens, _ = query.shape
     return query.new_empty(batch, num_tokens, heads, value.shape[-1]), None

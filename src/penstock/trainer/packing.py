@@ -215,8 +215,15 @@ def equal_passes(costs: Floats, widths: Ints, max_tokens: int, num_ranks: int = 
     order = np.argsort(-costs, kind="stable").tolist()
     fewest = min(-(-int(widths.sum()) // max_tokens), len(order))
     num_passes = -(-fewest // num_ranks)
+    too_few, growth = num_passes - 1, 1
     while (made := _filled(order, costs, widths, max_tokens, num_passes * num_ranks)) is None:
-        num_passes += 1
+        too_few, num_passes, growth = num_passes, num_passes + growth, 2 * growth
+    while num_passes - too_few > 1:
+        middle = (num_passes + too_few) // 2
+        if (fewer := _filled(order, costs, widths, max_tokens, middle * num_ranks)) is None:
+            too_few = middle
+        else:
+            made, num_passes = fewer, middle
     rounds = [made[start : start + num_ranks] for start in range(0, len(made), num_ranks)]
     return [ranks[::-1] if number % 2 else ranks for number, ranks in enumerate(rounds)]
 
