@@ -199,7 +199,7 @@ def _is_operation(event: Any) -> bool:
 
 
 class Waits(TorchFunctionMode):
-    """Counts what waits for the device: values that are read, and masks whose true places must be counted."""
+    """Counts operations that wait for the device: those that read a value, and those that select by a mask."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Progress of long work. Code that works for long calls `tick` after each part. The process then reports progress, so
-that nobody takes it for hung."""
+"""Progress of long work. Code that works for long calls `tick` after each part. The process then reports progress, and
+does not count as hung."""
 
 from __future__ import annotations
 

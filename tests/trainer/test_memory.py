@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_samples import make_sample
 from test_forward import SMALL, small_model
 from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -16,7 +17,6 @@ from penstock.samples import Sample
 from penstock.trainer.learner import Learner
 from penstock.trainer.memory import LiveBytes, Pass, learner_bytes, pass_bytes, sizes
 from penstock.trainer.prepare import prepare
-from penstock.types import NO_VERSION
 
 WIDE = SMALL | {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 5, "max_position_embeddings": 512}
 ARCHITECTURES = {
@@ -27,21 +27,8 @@ ARCHITECTURES = {
 
 
 def samples(number: int, length: int) -> list[Sample]:
-    draw = np.random.default_rng(0)
-    mask = (np.arange(length) > 0).astype(np.uint8)
-    return [
-        Sample(
-            group=each // 2,
-            episode=each,
-            reward=float(each % 2),
-            truncated=False,
-            token_ids=draw.integers(3, 60, length).astype(np.int32),
-            loss_mask=mask,
-            logprobs=(-4.0 * mask).astype(np.float32),
-            versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
-        )
-        for each in range(number)
-    ]
+    response = np.random.default_rng(0).integers(3, 60, length - 1).tolist()
+    return [make_sample(each // 2, prompt=[1], response=response, reward=each % 2) for each in range(number)]
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

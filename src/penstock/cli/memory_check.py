@@ -12,15 +12,13 @@ from typing import Any
 from rich.table import Table
 
 from penstock.cli.refusal import Refused
-from penstock.config import Config
+from penstock.config import Config, ConfigError
 from penstock.model.files import num_parameters
 from penstock.observe.tables import listing, open_console
 
 PLAN_S = 600.0
 """Time limit in seconds for planning: torch may have to load from a slow disk."""
 GIB = 2**30
-WRONG_CONFIGURATION = 2
-"""Exit code of the plan's process."""
 LARGE = 50_000_000
 """Parameters from which on a model may not fit."""
 
@@ -46,7 +44,7 @@ def memory_plan(config: Config, memory_gib: float | None = None) -> dict[str, An
         raise NotPlanned(f"no memory plan was made within {PLAN_S:g} s: is the disk with torch very slow?") from None
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        if done.returncode == WRONG_CONFIGURATION:
+        if done.returncode == ConfigError.exit_code:
             raise Refused(reason)
         raise NotPlanned(f"model.path: the memory of {config.model.path} cannot be planned: {reason}")
     plan: dict[str, Any] = json.loads(done.stdout)
@@ -71,9 +69,8 @@ def conclusion(plan: Mapping[str, Any]) -> str:
     sizes = f"{_gib(plan['largest'])} GiB of the {_gib(plan['capacity'])} GiB of a device ({plan['device']})"
     if plan["fits"]:
         return f"It fits: at most {sizes}."
-    remedy = (
-        f"This would fit: {' '.join(plan['remedies'])}" if plan["remedies"] else "No setting was found that would fit"
-    )
+    words = " ".join(plan["remedies"])
+    remedy = f"This would fit: {words}" if words else "No setting was found that would fit"
     return f"It does not fit: it needs {sizes}. {remedy}."
 
 

@@ -174,12 +174,12 @@ def check_model(directory: Path) -> None:
 
 
 def check_context(directory: Path, max_context: int) -> None:
-    """Check that the model has positions for the whole context. Raises `Refused`."""
+    """Check that the model was made for a context of this length. Raises `Refused`."""
     longest = max_positions(directory)
     if longest is not None and max_context > longest:
         raise Refused(
-            f"model.max_context ({max_context}) exceeds the positions that the model was made for "
-            f"(max_position_embeddings is {longest} in {directory / 'config.json'}): lower it, or extend the model"
+            f"model.max_context ({max_context}) exceeds the {longest} tokens that the model was made for (see "
+            f"{directory / 'config.json'}): lower it, or extend the model there with rope_scaling"
         )
 
 

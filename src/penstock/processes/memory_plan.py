@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,13 +20,14 @@ import psutil
 import torch
 from pydantic import ValidationError
 
-from penstock.config import Config, ConfigError, TrainerConfig
+from penstock.config import Config, ConfigError
+from penstock.config.yaml_file import merged, parse_overrides
 from penstock.model.files import ModelError, read_json
 from penstock.model.load_policy import resolve_device, resolve_dtype
 from penstock.model.tiny import write_tiny_model
 from penstock.processes.layout import places, takes_turns
 from penstock.rollout.room import bytes_of_token
-from penstock.trainer.memory import LearnerBytes, Sizes, architecture_of, learner_bytes, sizes
+from penstock.trainer.memory import Sizes, architecture_of, learner_bytes, sizes
 
 RESERVE_BYTES = 2**30
 """Of every process that computes: libraries, the device's context, and their workspaces."""
@@ -34,8 +35,6 @@ FRAGMENTS = 0.05
 """Share of the tensors that is lost between them."""
 MOST_RANKS = 512
 """Largest number of ranks that is tried."""
-REFUSED = 2
-"""Exit code if the configuration is wrong."""
 LOGIT_COPIES = 3
 """Float32 tensors of a vocabulary's width that sampling makes for each slot."""
 
@@ -84,7 +83,7 @@ class Plan:
 
 
 class Planner:
-    """Plans a run. Passes that were counted once are not counted again for other settings."""
+    """Plans a run on devices of one kind."""
 
     def __init__(self, config: Config, model_dir: Path, device: torch.device, capacity: int, num_devices: int) -> None:
         """`capacity`: bytes of one device. `num_devices`: devices of this machine, for all processes; 0 if it is not
@@ -92,7 +91,6 @@ class Planner:
         self._config, self._device, self._capacity = config, device, capacity
         self._num_devices, self._model_dir = num_devices, model_dir
         self._dtype = resolve_dtype(config.model.dtype, device)
-        self._counted: dict[str, LearnerBytes] = {}
 
     @cached_property
     def _architecture(self) -> Any:
@@ -116,8 +114,7 @@ class Planner:
         )
         if plan.fits:
             return plan
-        words = next((words for words in self._remedies() if self._fits(words)), [])
-        return Plan(**{name: getattr(plan, name) for name in Plan.__slots__} | {"remedies": words})
+        return replace(plan, remedies=next((words for words in self._remedies() if self._fits(words)), []))
 
     def _fits(self, words: Sequence[str]) -> bool:
         try:
@@ -141,7 +138,14 @@ class Planner:
         if config.pipeline != "train":
             return
         for place, roles in places(config).items():
-            found = self._learner(config.trainer, config.model.max_context, roles)
+            found = learner_bytes(
+                self._architecture,
+                config.trainer,
+                longest=config.model.max_context,
+                dtype=self._dtype,
+                on_accelerator=self._device.type != "cpu",
+                roles=roles,
+            )
             ranks = config.trainer.ranks
             sharded = config.trainer.distributed.shards(ranks=ranks, num_parameters=self._sizes.all)
             tokens = max(config.trainer.tokens_per_microbatch, config.model.max_context)
@@ -172,19 +176,6 @@ class Planner:
         }
         yield Need("rollout server", rollout.servers, parts)
 
-    def _learner(self, trainer: TrainerConfig, longest: int, roles: list[str]) -> LearnerBytes:
-        known = json.dumps([trainer.model_dump(mode="json"), longest, roles], sort_keys=True)
-        if known not in self._counted:
-            self._counted[known] = learner_bytes(
-                self._architecture,
-                trainer,
-                longest=longest,
-                dtype=self._dtype,
-                on_accelerator=self._device.type != "cpu",
-                roles=roles,
-            )
-        return self._counted[known]
-
     def _remedies(self) -> Iterator[list[str]]:
         """Yield settings that need less and less memory, as words for the command line."""
         config, words = self._config, list[str]()
@@ -212,7 +203,9 @@ class Planner:
         most_ranks = self._num_devices if is_one_machine and self._num_devices else MOST_RANKS
         ranks = max(config.trainer.ranks, 2)
         while ranks <= most_ranks:
-            yield [*words, "trainer.distributed.strategy=fsdp", f"trainer.ranks={ranks}"]
+            sharded = trainer.distributed.shards(ranks=ranks, num_parameters=self._sizes.all)
+            strategy = [] if sharded else ["trainer.distributed.strategy=fsdp"]
+            yield [*words, *strategy, f"trainer.ranks={ranks}"]
             ranks *= 2
         if config.trainer.lora is None:  # last, because it trains something else
             yield [*words, "trainer.lora.rank=16"]
@@ -239,17 +232,8 @@ def _copies(config: Config, roles: list[str]) -> Iterator[str]:
 
 
 def changed(config: Config, words: Sequence[str]) -> Config:
-    """Return the configuration with settings from the command line."""
-    tree = config.model_dump(mode="python")
-    for word in words:
-        name, _, value = word.partition("=")
-        *path, last = name.split(".")
-        section = tree
-        for part in path:
-            section[part] = section.get(part) or {}
-            section = section[part]
-        section[last] = json.loads(value) if value[:1].isdigit() or value in ("true", "null") else value
-    return Config.model_validate(tree)
+    """Return the configuration with settings as on the command line."""
+    return Config.model_validate(merged(config.model_dump(), parse_overrides(words)))
 
 
 def planned(config: Config, memory: int | None = None) -> Plan:
@@ -285,7 +269,7 @@ def main() -> None:
         plan = planned(config, options.memory)
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
-        sys.exit(REFUSED)
+        sys.exit(ConfigError.exit_code)
     json.dump(plan.plain(), sys.stdout)
 
 

@@ -375,23 +375,21 @@ class ServerModel:
     def _run(self, state: _State, until: float) -> None:
         """Run whole steps up to the first boundary at or after `until`, or to a boundary at which a request is
         complete. Stop `_ahead` earlier, when its last waiting request has entered."""
-        active, num_requests = state.active, len(self._line)
         while not state.complete:
             is_held_back = False
-            if state.head < num_requests and len(active) < self._slots:
+            if state.head < len(self._line) and len(state.active) < self._slots:
                 is_held_back = self._admit(state)
-                if state is self._ahead and state.head == num_requests:
+                if state is self._ahead and state.head == len(self._line):
                     break
-            if not active:
+            if not state.active:
                 break
-            finish = -active[-1][0]
+            finish = -state.active[-1][0]
             steps = 1 if is_held_back else finish - state.tau
-            is_reached = False
-            if until != math.inf:
-                left = self._steps_within(until - state.time, state)
-                if is_reached := left <= steps - 1:
-                    steps = max(math.ceil(left), 0)
-            state.advance(steps, self._cost[len(active)], self._context_s)
+            left = self._steps_within(until - state.time, state)
+            is_reached = left <= steps - 1
+            if is_reached:
+                steps = max(math.ceil(left), 0)
+            state.advance(steps, self._cost[len(state.active)], self._context_s)
             if finish == state.tau:
                 state.end_due()
             if is_reached:
@@ -400,7 +398,7 @@ class ServerModel:
     def _steps_within(self, seconds: float, state: _State) -> float:
         """Return how many steps take `seconds` while contexts grow and no sequence enters or ends, less the
         tolerance."""
-        if seconds <= 0:
+        if seconds <= 0 or seconds == math.inf:
             return seconds
         num_active = len(state.active)
         growth_s = self._context_s * num_active / 2
@@ -411,9 +409,8 @@ class ServerModel:
         """Fill free slots from the queue, and spend the time for the prompts. Return whether the next request waits
         only for the prompt-token limit of this step."""
         tokens, is_held_back = 0, False
-        line, num_requests = self._line, len(self._line)
-        while not self.released and state.head < num_requests and (free := self._slots - len(state.active)) > 0:
-            request = line[state.head]
+        while not self.released and state.head < len(self._line) and len(state.active) < self._slots:
+            request, free = self._line[state.head], self._slots - len(state.active)
             num_left = len(request.lengths) - state.member
             if free < self._together and free < num_left:
                 break

@@ -93,7 +93,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerBytes:
-    """Memory of one rank of the actor, with critic and reference if they are in the same process."""
+    """Memory of one process of the trainer, in bytes."""
 
     states: int
     """Weights, gradients and moments of the policy, if the actor is there."""
@@ -128,7 +128,7 @@ def sizes(architecture: Any, trainer: TrainerConfig) -> Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """The largest micro-batch, and how it is computed."""
+    """The largest micro-batch, and how the model computes it."""
 
     tokens: int
     longest: int
@@ -165,8 +165,8 @@ def learner_bytes(
     on_accelerator: bool,
     roles: list[str],
 ) -> LearnerBytes:
-    """Return what one rank needs. `longest`: tokens of the longest sample. `dtype`: of the computation. `roles`: those
-    in the process of the rank."""
+    """Return what one process of the trainer needs. `longest`: tokens of the longest sample. `dtype`: of the
+    computation. `roles`: the roles in the process."""
     size = sizes(architecture, trainer)
     sharded = trainer.distributed.shards(ranks=trainer.ranks, num_parameters=size.all)
     parts = trainer.distributed.num_shards(ranks=trainer.ranks, num_parameters=size.all)

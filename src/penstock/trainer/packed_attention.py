@@ -179,9 +179,10 @@ class _Trial:
 def _try(
     module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
 ) -> tuple[Tensor, None]:
-    is_plain = all(given.get(name) is None for name in BEYOND) and getattr(attention_mask, "numel", int)() == 1
+    asks_for_more = any(given.get(name) is not None for name in BEYOND)
+    has_own_mask = not isinstance(attention_mask, Tensor) or attention_mask.numel() > 1
     is_causal = given.get("is_causal") is not False and getattr(module, "is_causal", True)
-    if ARGUMENT in given and is_plain and is_causal:
+    if ARGUMENT in given and is_causal and not asks_for_more and not has_own_mask:
         given[ARGUMENT].layers.add(id(module))
     batch, heads, num_tokens, _ = query.shape
     return query.new_empty(batch, num_tokens, heads, value.shape[-1]), None

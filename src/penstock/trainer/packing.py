@@ -127,7 +127,7 @@ class Bucket:
 
     @classmethod
     def packed(cls, samples: list[int], widths: Ints) -> Bucket:
-        """Return a bucket whose samples lie in a single row."""
+        """Return a bucket of samples that are packed into one row."""
         return cls(samples, real=int(widths[samples].sum()), is_packed=True)
 
     def cost(self, pass_cost: int) -> int:
