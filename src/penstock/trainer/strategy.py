@@ -211,8 +211,8 @@ def strategy_of(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks, co
 
 
 def compile_layers(model: Module) -> None:
-    """Compile the parts of each layer, when they are first used, for any number of tokens. Activation checkpointing wraps
-    whole layers, so it stays outside of what is compiled."""
+    """Compile the parts of each layer, when they are first used, for any number of tokens. Activation checkpointing
+    wraps whole layers, so it stays outside of what is compiled."""
     for layer in layers_of(model):
         for part in layer.children():
             part.compile(dynamic=True)
