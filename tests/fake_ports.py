@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -175,6 +176,8 @@ class ModelledTrainer(TrainerWithoutCheckpoints):
         self.checkpoints: list[Path] = []
         self.best_steps: list[int | None] = []
         """The step to keep, at each checkpoint."""
+        self.save_s = 0.0
+        """Seconds of a checkpoint beside training."""
         self.step_s = 0.0
         """Seconds of an optimizer step."""
         self.stepping = asyncio.Event()
@@ -195,8 +198,11 @@ class ModelledTrainer(TrainerWithoutCheckpoints):
     async def publish(self) -> WeightsHandle:
         return WeightsHandle(policy_version=self.version, path="none", num_bytes=0, fingerprint="none")
 
-    async def checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
+    async def begin_checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
         self._save(directory, best)
+
+    async def finish_checkpoint(self) -> None:
+        await asyncio.sleep(self.save_s)
 
     def _save(self, directory: Path, best: int | None) -> None:
         directory.mkdir(parents=True)
@@ -224,6 +230,7 @@ class MortalTrainer:
         self.steps: list[int] = []
         self.accumulated: list[int] = []
         self._learner: LearnerState | None = None
+        self._saving: asyncio.Future[None] | None = None
 
     def kill(self) -> None:
         """Fail the pending calls. A new trainer without state starts at once."""
@@ -261,6 +268,8 @@ class MortalTrainer:
         )
 
     async def saved(self, directory: Path) -> SavedStates:
+        if self._saving is not None:
+            await asyncio.shield(self._saving)
         return await self._answer(lambda: SavedStates(newest=self._disk[-1] if self._disk else None), begun=False)
 
     async def begin(self, *, policy_version: int, history: VersionHistory) -> Mapping[str, float]:
@@ -304,13 +313,26 @@ class MortalTrainer:
 
         return await self._answer(act)
 
-    async def checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
+    async def begin_checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
         def act() -> None:
             held = {**state, "holds": [list(groups) for groups in self.holds], "steps": list(self.steps)}
             point = SavedState(directory=str(directory), step=self.step_number, policy_version=self.version, state=held)
-            self._disk[:] = [older for older in self._disk if older.step < point.step] + [point]
+            self._saving = asyncio.ensure_future(self._save(point))
 
         await self._answer(act)
+
+    async def finish_checkpoint(self) -> None:
+        if self._saving is None:
+            raise TrainerLost("killed")
+        await asyncio.shield(self._saving)
+
+    async def _save(self, point: SavedState) -> None:
+        """Save beside other calls. A kill before the end loses the checkpoint."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._seconds):
+                await self._died.wait()
+            raise TrainerLost("killed")
+        self._disk[:] = [older for older in self._disk if older.step < point.step] + [point]
 
 
 class ModelledServers:

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock import recovery
@@ -96,6 +97,8 @@ async def train_all(system: System) -> None:
                 break
             except TrainerLost:
                 await wait_for_swap(swaps)
+                with suppress(TrainerLost):
+                    await finish_checkpoint(system)
                 await recovery.regain_weights(system)
         for loop in endless:
             loop.cancel()
@@ -144,9 +147,9 @@ def collect(system: System, group: int, ref: PayloadRef | None, episodes: Summar
 
 
 async def train(system: System, swaps: Swaps) -> None:
-    """Accumulate, step, publish and checkpoint until the last step."""
+    """Accumulate, step, publish and checkpoint until the last step. A checkpoint is completed beside later steps."""
     if not system.num_steps and system.config.model.warm_start.steps:
-        await checkpoint(system)  # so that no later start repeats the warm start
+        await begin_checkpoint(system)  # so that no later start repeats the warm start
     while not system.done:
         batch = await system.scheduler.next_batch()
         if batch.early_stop:
@@ -168,9 +171,11 @@ async def train(system: System, swaps: Swaps) -> None:
             dump.stepped(system.num_steps)
         system.record_alarms(learner.alarms)
         if system.num_steps % system.config.trainer.checkpoint_every == 0:
-            await checkpoint(system)
+            await begin_checkpoint(system)
+    await finish_checkpoint(system)
     if not system.is_saved:
-        await checkpoint(system)
+        await begin_checkpoint(system)
+        await finish_checkpoint(system)
 
 
 def end_early(system: System, reason: str) -> None:
@@ -232,14 +237,14 @@ def watch_swap(resource: str) -> AbstractContextManager[None]:
     return warn_if_stalled(STALL_WARNING_S, waiter=waiter, resource=resource, holder=holder)
 
 
-async def checkpoint(system: System) -> None:
-    """Save weights, optimizer and the scheduler's state.
+async def begin_checkpoint(system: System) -> None:
+    """Begin to save weights, optimizer and the scheduler's state, after the checkpoint before is complete.
 
-    The pool's index records the groups on which the weights were trained. It frees the tokens of groups that the oldest
-    kept checkpoint covers.
+    The pool's index records the groups on which the weights were trained.
     """
+    await finish_checkpoint(system)
     directory = system.run_dir / CHECKPOINTS / f"step_{system.num_steps}"
-    version, keep = system.scheduler.trained_version, system.config.trainer.keep_checkpoints
+    version = system.scheduler.trained_version
     system.pool.sync()
     state = {
         "step": system.num_steps,
@@ -248,8 +253,24 @@ async def checkpoint(system: System) -> None:
         "ledger": system.scheduler.ledger.counts(),
         "scheduler": system.scheduler.restoring.state_dict(),
     }
-    await system.trainer.checkpoint(directory, state, best=system.best_step)
-    system.recorder.event("checkpoint", step=system.num_steps, path=str(directory.relative_to(system.run_dir)))
+    await system.trainer.begin_checkpoint(directory, state, best=system.best_step)
+    system.saving = asyncio.create_task(record_checkpoint(system, directory, system.num_steps, version))
+
+
+async def finish_checkpoint(system: System) -> None:
+    """Wait until the latest checkpoint is complete. Raises `TrainerLost`."""
+    if system.saving is not None:
+        await asyncio.wait([system.saving])
+        saving, system.saving = system.saving, None
+        saving.result()
+
+
+async def record_checkpoint(system: System, directory: Path, step: int, version: int) -> None:
+    """Record the checkpoint of an optimizer step when it is complete. The pool then frees the tokens of groups that the
+    oldest kept checkpoint covers."""
+    await system.trainer.finish_checkpoint()
+    system.recorder.event("checkpoint", step=step, path=str(directory.relative_to(system.run_dir)))
+    keep = system.config.trainer.keep_checkpoints
     system.saved_versions = [*system.saved_versions, version][-keep:]
     if len(system.saved_versions) == keep:
         unwritten = {group for dump in system.dumps for group in dump.unwritten}

@@ -49,6 +49,8 @@ class System:
     """Mean held-out reward after each validated step that is still part of the run."""
     ends_early: bool = False
     """Whether training ends before its last step, because nothing more is learnt."""
+    saving: asyncio.Task[None] | None = None
+    """The end of the latest checkpoint."""
     saved_versions: list[int] = field(default_factory=list)
     """Versions of the kept checkpoints that this process saved, the oldest first."""
 

@@ -19,6 +19,9 @@ from penstock.trainer.ranks import Ranks
 from penstock.trainer.reference import Reference
 from penstock.types import LearnerState
 
+ENOUGH_S = 120.0
+"""For files that are written beside training."""
+
 
 class AllRoles:
     """The learner, and critic and reference where the settings need them."""
@@ -34,7 +37,7 @@ class AllRoles:
         **settings: Any,
     ) -> None:
         """`settings`: of the learner alone."""
-        self._config = config
+        self._config, self._ranks = config, ranks or Ranks()
         common = {"max_staleness": max_staleness, "ranks": ranks, "compute_dtype": compute_dtype}
         self._reference = Reference(make_model(), config, **common) if config.objective.kl_coef else None
         self._critic = Critic(make_model(), config, **common) if config.critic is not None else None
@@ -73,8 +76,14 @@ class AllRoles:
             role.resume()
 
     def write(self, directory: Path) -> None:
+        """Write the state of all roles on all ranks, and wait for the files."""
         for role in self._all:
             role.write(directory)
+        assert all(role.is_written(ENOUGH_S) for role in self._all)
+        self._ranks.total([0.0], "wait for all shards")
+        self.learner.join_shards(directory)
+        assert self.learner.is_written(ENOUGH_S)
+        self._ranks.total([0.0], "wait for the joined shards")
 
     def read(self, directory: Path) -> None:
         for role in self._all:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_roles import ENOUGH_S
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.config import TrainerConfig
@@ -31,16 +32,11 @@ def save(
     keep: int = 2,
     best: int | None = None,
 ) -> Path:
-    return checkpoint.save(
-        directory,
-        step,
-        learner.write,
-        policy_version=learner.policy_version,
-        extra=extra or {},
-        model_dir=model_dir,
-        keep=keep,
-        best=best,
-    )
+    version = learner.policy_version
+    unfinished = checkpoint.Unfinished(directory, step, policy_version=version, extra=extra or {})
+    learner.write(unfinished.path)
+    assert learner.is_written(ENOUGH_S)
+    return unfinished.complete(model_dir=model_dir, keep=keep, best=best)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_roles import ENOUGH_S
 from transformers import PreTrainedModel
 
 from penstock.config import ConfigError, TrainerConfig
@@ -70,6 +71,7 @@ def test_a_checkpoint_is_a_whole_model_and_goes_on_exactly(
     steady = learner(make_model())
     train(steady, samples, 2)
     steady.write(tmp_path)
+    assert steady.is_written(ENOUGH_S)
     whole = type(make_model()).from_pretrained(tmp_path)
     assert all(torch.equal(whole.state_dict()[name], weight) for name, weight in steady.named_weights().items())
     resumed = learner(make_model())

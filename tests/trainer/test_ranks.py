@@ -185,12 +185,10 @@ def test_a_checkpoint_without_one_of_its_shards_is_set_aside(
     together: Together, model_dir: Path, out: Path, tmp_path: Path, damage: str
 ) -> None:
     assert len(together[2]) == 2
-
-    def write(directory: Path) -> None:
-        shutil.copytree(out / "saved_fsdp_critic_2", directory, dirs_exist_ok=True)
-
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, write, policy_version=2, extra={}, model_dir=model_dir, keep=2)
+        unfinished = checkpoint.Unfinished(tmp_path, step, policy_version=2, extra={})
+        shutil.copytree(out / "saved_fsdp_critic_2", unfinished.path, dirs_exist_ok=True)
+        unfinished.complete(model_dir=model_dir, keep=2)
     shard = tmp_path / "step_2" / "learner_1.pt"
     if damage == "missing":
         shard.unlink()

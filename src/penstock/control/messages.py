@@ -247,11 +247,16 @@ class Published(Message, frozen=True, kw_only=True, tag="PUBLISHED"):
 
 
 class SaveCheckpoint(Message, frozen=True, kw_only=True, tag="SAVE_CHECKPOINT"):
-    """Save weights, optimizer, RNG and `state` atomically under `directory`. Keep the checkpoint of the step `best`."""
+    """Begin to save weights, optimizer, RNG and `state` atomically under `directory`. Keep the checkpoint of the step
+    `best`. The answer means that training may go on."""
 
     directory: str
     state: dict[str, Any]
     best: int | None = None
+
+
+class FinishCheckpoint(Message, frozen=True, kw_only=True, tag="FINISH_CHECKPOINT"):
+    """Answer when the checkpoint that was begun last is complete. The answer may come after those to later messages."""
 
 
 if TYPE_CHECKING:

@@ -68,9 +68,12 @@ class RemoteTrainer:
     async def publish(self) -> WeightsHandle:
         return (await self._ask(messages.Publish(), messages.Published)).handle
 
-    async def checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
+    async def begin_checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
         message = messages.SaveCheckpoint(directory=str(directory), state=dict(state), best=best)
         await self._ask(message, messages.Ack)
+
+    async def finish_checkpoint(self) -> None:
+        await self._ask(messages.FinishCheckpoint(), messages.Ack)
 
     async def _ask(self, message: AnyMessage, reply_type: type[Reply], timeout_s: float | None = None) -> Reply:
         seconds, answer = timeout_s or self._timeout_s, f"the answer to {type(message).__name__}"

@@ -51,7 +51,8 @@ class SavedStates(msgspec.Struct, frozen=True, kw_only=True):
 class Trainer(Protocol):
     """A trainer: it accumulates, steps and publishes; it also begins, saves and restores.
 
-    Calls never overlap. Each call raises `TrainerLost` if the trainer dies before it answers.
+    Calls never overlap, except that `finish_checkpoint` may wait beside all others. Each call raises `TrainerLost` if
+    the trainer dies before it answers.
     """
 
     async def state(self) -> TrainerState:
@@ -83,6 +84,9 @@ class Trainer(Protocol):
     async def publish(self) -> WeightsHandle:
         """Write the current weights where servers can map them."""
 
-    async def checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
-        """Save weights, optimizer, RNG and the caller's `state` atomically under `directory`. The checkpoint of the
-        step `best` is kept beside the newest ones."""
+    async def begin_checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
+        """Begin to save weights, optimizer and RNG as they are now, and the caller's `state`, atomically under
+        `directory`. Training may go on at once. The checkpoint of the step `best` is kept beside the newest ones."""
+
+    async def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint that was begun last is complete."""

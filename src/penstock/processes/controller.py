@@ -444,9 +444,11 @@ async def save_last(system: System) -> None:
     """Save a last checkpoint if the newest step has none. Raises `TrainerLost`."""
     if system.stepping:
         await asyncio.wait([system.stepping])
+    await loop.finish_checkpoint(system)
     is_unsaved = system.scheduler.policy_version != NO_VERSION and not system.is_saved
     if is_unsaved and (await system.trainer.state()).step == system.num_steps:  # else it was just restored
-        await loop.checkpoint(system)
+        await loop.begin_checkpoint(system)
+        await loop.finish_checkpoint(system)
 
 
 async def raise_if_dead(run_dir: Path, trainer: str) -> NoReturn:

@@ -40,21 +40,25 @@ def _answer_calls(child: Child) -> None:
     """Execute the trainer's calls until the trainer is gone."""
     with lasting_imports():
         import_module("penstock.processes.trainer_rank")  # imports what every rank needs, while the trainer starts
-    worker, num_done = RankWorker(), 0
+    worker, num_done, doing = RankWorker(), 0, ""
 
     def ticked() -> None:
         nonlocal num_done
         num_done += 1
-        child.pulse(num_done, WORKING)
+        child.pulse(num_done, doing)
         channel.tick()
 
-    with closing(connect_to_trainer(child.runtime_dir, child.name)) as channel, suppress(EOFError, ConnectionError):
+    with (
+        closing(connect_to_trainer(child.runtime_dir, child.name)) as channel,
+        heard_by(ticked),  # files are also written between two calls
+        suppress(EOFError, ConnectionError),
+    ):
         while True:
             request, was_built = channel.receive(), worker.has_workers
-            num_done += 1
-            with heard_by(ticked):
-                child.pulse(num_done, WORKING)
-                channel.send(worker.answer(request))
-            child.pulse(num_done, "")
+            num_done, doing = num_done + 1, WORKING
+            child.pulse(num_done, doing)
+            channel.send(worker.answer(request))
+            doing = ""
+            child.pulse(num_done, doing)
             if worker.has_workers and not was_built:
                 child.report_ready()

@@ -1,4 +1,5 @@
-"""The trainer process: executes one bus message at a time, by calls to the ranks that hold the models.
+"""The trainer process: executes one bus message at a time, by calls to the ranks that hold the models. Only the files
+of a checkpoint are written beside later messages.
 
 An actor with a single rank runs in this process, on its own thread. All other ranks are processes of the run, possibly
 on other nodes: see `trainer_roles` and `rank.py`. If a rank is lost, the trainer ends. The supervisor restarts all of
@@ -14,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -49,8 +51,8 @@ from penstock.runtime.file_service import WEIGHTS
 from penstock.supervisor.child import Child
 from penstock.supervisor.procfs import boot_id
 from penstock.ticks import heard_by, tick
-from penstock.trainer import checkpoint
 from penstock.trainer.actor_critic import ActorCritic
+from penstock.trainer.checkpoint import Unfinished, latest
 from penstock.trainer.prepare import prepare
 from penstock.trainer.warm_start import warm_start
 from penstock.types import GroupRef, LearnerState, Task, WeightsHandle
@@ -78,6 +80,12 @@ no device: it is made from copies in memory.
 LOGGED = ("loss", "entropy", "grad_norm", "staleness_mean", "samples", "tokens", "busy_s")
 """Metrics of a step that its log line shows."""
 
+SAVING = "SaveCheckpoint"
+"""What the trainer does while it waits for files alone."""
+LOOK_EVERY_S = 0.05
+"""Seconds between two looks whether all ranks have written their files."""
+
+T = TypeVar("T")
 Kind = Literal["train", "step", "publish", "checkpoint", "warm_start", "restore"]
 WORKERS: Mapping[str, type[TrainerRank]] = {"actor": Actor, "critic": CriticRank, "reference": ReferenceRank}
 
@@ -107,6 +115,9 @@ class TrainerProcess(Member):
         self._latest: LearnerState | None = None
         self._trained: list[int] = []
         self._accumulated: list[int] = []
+        self._unfinished: Unfinished | None = None
+        self._saving: asyncio.Task[None] | None = None
+        """The end of the latest checkpoint. It waits for the files that the ranks write, and then completes it."""
         self._channels = RankChannels(child.runtime_dir, rank_names(config), host=child.address)
         try:
             self._ranks = self._thread.submit(self._start_ranks).result()
@@ -141,11 +152,46 @@ class TrainerProcess(Member):
         self._controllers_host = welcome.host
 
     async def handle(self, _: str, message: AnyMessage) -> AnyMessage | None:
-        if isinstance(message, messages.Accumulate):
-            await self._payloads.fetch([group.ref for group in message.groups], host=self._controllers_host)
+        match message:
+            case messages.Accumulate(groups=groups):
+                await self._payloads.fetch([group.ref for group in groups], host=self._controllers_host)
+            case messages.FinishCheckpoint() if self._saving is None:
+                return messages.HoldsNothing()
+            case messages.FinishCheckpoint():
+                await self._finish_saving()
+                return None
+            case messages.SaveCheckpoint() | messages.AskSaved() | messages.Restore():
+                await self._finish_saving()
         resource = f"the end of {type(message).__name__}"
         with warn_if_stalled(STALL_WARNING_S, waiter=self._child.name, resource=resource, holder="its working thread"):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._execute, message)
+            reply = await self._on_thread(partial(self._execute, message))
+        if isinstance(message, messages.SaveCheckpoint) and reply is None:
+            self._saving = asyncio.create_task(self._complete(message))
+        return reply
+
+    async def _on_thread(self, act: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, act)
+
+    async def _finish_saving(self) -> None:
+        """Wait until the latest checkpoint is complete. Raises its error."""
+        if self._saving is not None:
+            with warn_if_stalled(STALL_WARNING_S, waiter=self._child.name, resource="a checkpoint", holder="the disk"):
+                await asyncio.shield(self._saving)
+
+    async def _complete(self, message: messages.SaveCheckpoint) -> None:
+        """Complete the checkpoint that `message` has begun."""
+        start, unfinished, keep = time.time(), self._unfinished, self._config.trainer.keep_checkpoints
+        assert unfinished is not None
+        with heard_by(self._ticked):
+            while not await self._on_thread(self._are_written):  # noqa: ASYNC110 - only a call to all ranks tells
+                await asyncio.sleep(LOOK_EVERY_S)
+            complete = partial(unfinished.complete, model_dir=self._model_dir, keep=keep, best=message.best)
+            await asyncio.to_thread(complete)
+        logger.info("saved the checkpoint %s in %.3f s, beside training", message.directory, time.time() - start)
+
+    def _are_written(self) -> bool:
+        with plainly():
+            return self._ranks.is_written()
 
     def _execute(self, message: AnyMessage) -> AnyMessage | None:
         self._doing = type(message).__name__
@@ -172,7 +218,7 @@ class TrainerProcess(Member):
                 )
                 return messages.HeldState(state=state)
             case messages.AskSaved(directory=directory):
-                return messages.FoundSaved(saved=checkpoint.latest(Path(directory)))
+                return messages.FoundSaved(saved=latest(Path(directory)))
             case messages.Restore():
                 self._restore(message)
             case messages.Begin(policy_version=policy_version, history=history):
@@ -197,19 +243,11 @@ class TrainerProcess(Member):
                     f"{time.time() - start:.3f} s"
                 )
                 return messages.Published(handle=self._link(handle))
-            case messages.SaveCheckpoint(directory=directory, state=saved, best=best):
-                with self._span("checkpoint") as start:
-                    checkpoint.save(
-                        Path(directory).parent,
-                        int(saved["step"]),
-                        self._ranks.write,
-                        policy_version=self._ranks.policy_version,
-                        extra=saved,
-                        model_dir=self._model_dir,
-                        keep=self._config.trainer.keep_checkpoints,
-                        best=best,
-                    )
-                logger.info("saved the checkpoint %s in %.3f s", directory, time.time() - start)
+            case messages.SaveCheckpoint(directory=directory, state=saved):
+                with self._span("checkpoint"):
+                    step, version = int(saved["step"]), self._ranks.policy_version
+                    self._unfinished = Unfinished(Path(directory).parent, step, policy_version=version, extra=saved)
+                    self._ranks.write(self._unfinished.path)
         return None
 
     def _restore(self, point: messages.Restore) -> None:
@@ -296,7 +334,8 @@ class TrainerProcess(Member):
 
     def telemetry(self) -> Telemetry:
         spans = [self._spans.popleft() for _ in range(len(self._spans))]
-        return Telemetry(progress=self._progress, doing=self._doing, busy_s=self._busy_s, spans=spans)
+        doing = self._doing or ("" if self._saving is None or self._saving.done() else SAVING)
+        return Telemetry(progress=self._progress, doing=doing, busy_s=self._busy_s, spans=spans)
 
     def close(self) -> None:
         """Close the ranks and their connections. Published weights stay, because servers may not have read them yet.

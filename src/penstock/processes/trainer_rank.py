@@ -111,6 +111,7 @@ class TrainerRank:
             self._held.resume()
 
     write = of_held(ModelRole.write)
+    is_written = of_held(ModelRole.is_written, collect=all)
 
     def _policy(self, directory: Path, *, weights: bool = True, whole: bool = False) -> PreTrainedModel:
         """Return the policy in the form that `strategy_of` takes.
@@ -159,6 +160,7 @@ class Actor(TrainerRank):
     accumulate = of_held(Learner.accumulate, dispatch={"batch": PerRank()}, collect=reduce(add))
     step = of_held(Learner.step, collect=first)
     work = of_held(Learner.work, collect=first)
+    join_shards = of_held(Learner.join_shards)
     write_policy = of_held(Learner.write_policy)
 
     @remote_method(collect=first)

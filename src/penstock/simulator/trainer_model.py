@@ -34,8 +34,11 @@ class TrainerWithoutCheckpoints:
     async def restore(self, directory: Path, *, step: int, policy_version: int, history: VersionHistory) -> None:
         """Do nothing. Never called, because there are no checkpoints."""
 
-    async def checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
+    async def begin_checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
         """Do nothing: a checkpoint takes no time and stores nothing."""
+
+    async def finish_checkpoint(self) -> None:
+        """Return at once."""
 
 
 class TrainerModel(TrainerWithoutCheckpoints):

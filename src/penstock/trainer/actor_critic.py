@@ -44,6 +44,8 @@ class ActorCritic:
         self._others_s = 0.0
         """Seconds of model compute of critic and reference since the last step."""
         self._has_begun = self._is_released = False
+        self._to_join: Path | None = None
+        """Where all ranks write shards that one of them will join."""
 
     def imitate(self, batch: Batch, learning_rate: float) -> dict[str, float]:
         """Take one step of the warm start."""
@@ -100,9 +102,20 @@ class ActorCritic:
         return handle
 
     def write(self, directory: Path) -> None:
-        """Write the complete state of all roles at the last step boundary as files."""
+        """Begin to write the complete state of all roles at the last step boundary as files."""
         for role in (self._actor, *self._others):
             role.write(directory)
+        self._to_join = directory
+
+    def is_written(self) -> bool:
+        """Return whether what `write` began is complete. Raises the error of a rank that could not write."""
+        if not all(role.is_written() for role in (self._actor, *self._others)):
+            return False
+        if self._to_join is not None:
+            directory, self._to_join = self._to_join, None
+            self._actor.join_shards(directory)
+            return bool(self._actor.is_written())
+        return True
 
     def read(self, directory: Path, policy_version: int) -> None:
         """Restore the state that `write` wrote, under any placement of roles, as version `policy_version`."""

@@ -35,40 +35,37 @@ PART_BYTES = 1 << 24
 """Bytes that are read at once."""
 
 
-def save(
-    directory: Path,
-    step: int,
-    write: Callable[[Path], None],
-    *,
-    policy_version: int,
-    extra: Mapping[str, Any],
-    model_dir: Path,
-    keep: int,
-    best: int | None = None,
-) -> Path:
-    """Write `directory/step_<step>` and return its path.
+class Unfinished:
+    """A checkpoint that is being written. The owner writes weights and optimizer as files into its `path`. One process
+    writes one checkpoint of a run at a time."""
 
-    `write`: writes weights and optimizer as files into a directory. `extra`: the caller's own state. Tokenizer files
-    come from `model_dir`. Of the checkpoints up to this step the newest `keep` stay, and that of the step `best`; all
-    others are removed.
-    """
-    target, unfinished = directory / f"step_{step}", directory / f".step_{step}.{os.getpid()}"
-    _clear_leftovers(directory)
-    unfinished.mkdir(parents=True)
-    try:
-        write(unfinished)
-        copy_companions(model_dir, unfinished)
-        state = {"step": step, "policy_version": policy_version, "extra": dict(extra)}
-        (unfinished / STATE).write_text(json.dumps(state), encoding="utf-8")
-        _seal(unfinished)
-        if target.exists():  # the same step from before a rewind
-            target.rename(directory / f"{REPLACED}{step}")
-        unfinished.rename(target)
-    finally:
+    def __init__(self, directory: Path, step: int, *, policy_version: int, extra: Mapping[str, Any]) -> None:
+        """`directory/step_<step>` is its place when it is complete. `extra`: the caller's own state."""
+        self._directory, self._step = directory, step
+        self._state = {"step": step, "policy_version": policy_version, "extra": dict(extra)}
+        self.path = directory / f".step_{step}.{os.getpid()}"
         _clear_leftovers(directory)
-    _sync(directory)
-    _prune(directory, step, keep, best)
-    return target
+        self.path.mkdir(parents=True)
+
+    def complete(self, *, model_dir: Path, keep: int, best: int | None = None) -> Path:
+        """Move the checkpoint to its place, and return this.
+
+        Tokenizer files come from `model_dir`. Of the checkpoints up to this step the newest `keep` stay, and that of
+        the step `best`; all others are removed.
+        """
+        target = self._directory / f"step_{self._step}"
+        try:
+            copy_companions(model_dir, self.path)
+            (self.path / STATE).write_text(json.dumps(self._state), encoding="utf-8")
+            _seal(self.path)
+            if target.exists():  # the same step from before a rewind
+                target.rename(self._directory / f"{REPLACED}{self._step}")
+            self.path.rename(target)
+        finally:
+            _clear_leftovers(self._directory)
+        _sync(self._directory)
+        _prune(self._directory, self._step, keep, best)
+        return target
 
 
 def latest(directory: Path) -> SavedStates:

@@ -97,6 +97,7 @@ class Critic(ModelRole):
 
         Without tokens, or with a non-finite gradient, weights and optimizer stay unchanged.
         """
+        self._await_copy()
         with self.busy:
             own = [self._tokens, float(self._loss)]
             tokens, loss = self._ranks.total(own, "add up the tokens and the loss of the critic")
@@ -112,9 +113,11 @@ class Critic(ModelRole):
 
     def write(self, directory: Path) -> None:
         weights = {name: parameter.detach() for name, parameter in self._function.named_parameters()}
-        self._write_state({"function": weights, "optimizer": self._optimizer.state_dict()}, directory, NAME)
+        state = {"function": weights, "optimizer": self._optimizer.state_dict()}
+        self._save(state, lambda copied: self._write_state(copied, directory, NAME))
 
     def read(self, directory: Path) -> None:
+        self._await_copy()
         saved = read_state(directory, NAME)
         load_parameters(self._function, saved["function"])
         load_optimizer(self._optimizer, saved["optimizer"])

@@ -59,12 +59,14 @@ from penstock.trainer.optimizer import adamw, load_optimizer, take_step
 from penstock.trainer.packing import flatten, on_device
 from penstock.trainer.rank_balancing import Work, attention_per_token
 from penstock.trainer.ranks import Ranks
-from penstock.trainer.shards import load_parameters, read_state, whole
+from penstock.trainer.shards import Saved, load_parameters, read_state, remove_state, whole
 from penstock.trainer.statistics import StepStatistics
 from penstock.types import LearnerState
 
 NAME = "learner"
 """Name of the checkpoint files with optimizer, random state and counters."""
+POLICY = "policy"
+"""Name of the files with shards of the policy, until they are joined."""
 
 
 class NothingLearnt(HopelessError):
@@ -201,6 +203,7 @@ class Learner(ModelRole):
 
         Raises `NothingLearnt` after `max_bad_steps` steps in a row without an update.
         """
+        self._await_copy()
         with self.busy:
             pending, self._pending = self._pending.over(self._ranks), StepStatistics()
             metrics = pending.means(self._divisor(pending))
@@ -272,6 +275,7 @@ class Learner(ModelRole):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a complete saved state. Accumulated gradients are dropped."""
+        self._await_copy()
         load_parameters(self.model, state["model"])
         load_optimizer(self._optimizer, state["optimizer"])
         torch.set_rng_state(state["rng"])
@@ -292,8 +296,29 @@ class Learner(ModelRole):
         }
 
     def write(self, directory: Path) -> None:
-        self.write_policy(directory)
-        self._write_state(self._progress() | {"adapted": adapted_parameters(self.model)}, directory, NAME)
+        progress, policy = self._progress() | {"adapted": adapted_parameters(self.model)}, merged_weights(self.model)
+
+        def write(copied: dict[str, Any]) -> None:
+            if self._strategy.is_sharded:
+                self._write_state({POLICY: copied[POLICY]}, directory, POLICY)
+            else:
+                self.model.save_pretrained(directory, state_dict=copied[POLICY])
+            self._write_state(copied[NAME], directory, NAME)
+
+        self._save({NAME: progress, POLICY: policy}, write)
+
+    def join_shards(self, directory: Path) -> None:
+        """Begin to make a Hugging Face model of the shards in `directory`, where all ranks have written theirs. Rank 0
+        does this; other ranks and replicas have nothing to do."""
+
+        def write(_: dict[str, Any]) -> None:
+            shards = read_state(directory, POLICY)[POLICY]
+            whole_weights = {name: each.whole() if isinstance(each, Saved) else each for name, each in shards.items()}
+            self.model.save_pretrained(directory, state_dict=whole_weights)
+            remove_state(directory, POLICY, num_shards=self._strategy.shard.num_shards)
+
+        if self._strategy.is_sharded and self._ranks.is_first:
+            self._save({}, write)
 
     def write_policy(self, directory: Path) -> None:
         """Write the policy as a Hugging Face model, adapters merged. All ranks must call this."""

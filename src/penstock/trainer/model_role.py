@@ -24,6 +24,7 @@ from penstock.ticks import tick
 from penstock.trainer.forward import pass_cost, recompute_activations, shares_prefixes
 from penstock.trainer.packing import PASSES, Ints, MicroBatch, TokenTable, flatten, micro_batches, per_sample
 from penstock.trainer.ranks import Ranks
+from penstock.trainer.saving import Saving
 from penstock.trainer.shards import write_state
 from penstock.trainer.strategy import Strategy, compile_layers, strategy_of
 
@@ -115,6 +116,7 @@ class ModelRole(ABC):
         self._autocast = partial(torch.autocast, self._device.type, torch.bfloat16, enabled=casts)
         self._max_staleness, self._segments = max_staleness, config.objective.segments
         self.busy = BusyClock(self._device)
+        self._saving: Saving | None = None
         self._released: Sequence[Module] = ()
         self._released_states: list[tuple[dict[str, Any], str]] = []
         """(a parameter's optimizer state, entry name) for each entry that was on the device."""
@@ -126,8 +128,13 @@ class ModelRole(ABC):
 
     @abstractmethod
     def write(self, directory: Path) -> None:
-        """Save the role's state at the last step boundary as files. All ranks must call this, with a directory they
-        share."""
+        """Begin to save the role's state at the last step boundary as files. All ranks must call this, with a directory
+        they share. Calls of other methods may follow at once; those that change the state wait for a copy of it."""
+
+    def is_written(self, wait_s: float = 0.0) -> bool:
+        """Return whether all files of this rank are written, at the latest after `wait_s` seconds. Raises OSError on a
+        full disk."""
+        return self._saving is None or self._saving.is_done(wait_s)
 
     @abstractmethod
     def read(self, directory: Path) -> None:
@@ -135,6 +142,7 @@ class ModelRole(ABC):
 
     def release(self) -> None:
         """Free the device until `resume`. Meanwhile the state can be saved; compute and restore are not allowed."""
+        self._await_copy()
         self._released = self._modules()
         self._released_states = [  # step counters may be on the CPU, and stay there
             (state, name)
@@ -162,10 +170,20 @@ class ModelRole(ABC):
         for state, name in self._released_states:
             state[name] = state[name].to(device, copy=True)
 
-    def _write_state(self, state: Mapping[str, Any], directory: Path, name: str) -> None:
+    def _save(self, state: Mapping[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
+        """Begin to save this rank's part of `state`: `write` gets a copy of it. Without effect on ranks whose part is
+        saved by others."""
+        if self._strategy.shard.is_saved:
+            self._saving = Saving(state, write)
+
+    def _write_state(self, own: Mapping[str, Any], directory: Path, name: str) -> None:
         shard = self._strategy.shard
-        if shard.is_saved:
-            write_state(state, directory, name, shard=shard.number, num_shards=shard.num_shards)
+        write_state(own, directory, name, shard=shard.number, num_shards=shard.num_shards)
+
+    def _await_copy(self) -> None:
+        """Wait until the state that is being saved may change."""
+        if self._saving is not None:
+            self._saving.await_copy()
 
     def _table(self, batch: Batch, trained: Bools) -> TokenTable:
         """Return the tokens of a batch from `prepare`, or of a rank's part of it. `trained`: see `TokenTable.build`."""

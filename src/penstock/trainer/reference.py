@@ -37,9 +37,11 @@ class Reference(ModelRole):
         return Batch(values={NAME: self._computed(batch, in_loss, self._logprobs_of)})
 
     def write(self, directory: Path) -> None:
-        self._write_state({"model": dict(self._model.named_parameters())}, directory, NAME)
+        state = {"model": {name: parameter.detach() for name, parameter in self._model.named_parameters()}}
+        self._save(state, lambda copied: self._write_state(copied, directory, NAME))
 
     def read(self, directory: Path) -> None:
+        self._await_copy()
         load_parameters(self._model, read_state(directory, NAME)["model"])
 
     def _modules(self) -> Sequence[Module]:

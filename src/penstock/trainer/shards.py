@@ -79,15 +79,22 @@ def load_parameters(module: Module, weights: Mapping[str, Tensor | Saved]) -> No
         assign(parameter, weights[name])
 
 
-def write_state(state: Mapping[str, Any], directory: Path, name: str, *, shard: int, num_shards: int) -> None:
-    """Write this rank's part of `state` to `directory`, which all ranks share. Raises OSError on a full disk. Each
-    tensor is a tick of progress.
+def own_part(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what this rank holds of a state, with the same memory: the rows of sharded tensors, and all else."""
+    own: dict[str, Any] = tree_map(
+        lambda value: {ROWS: value.to_local()} if isinstance(value, DTensor) else value, state
+    )
+    return own
+
+
+def write_state(own: Mapping[str, Any], directory: Path, name: str, *, shard: int, num_shards: int) -> None:
+    """Write this rank's part of a state (`own_part`) to `directory`, which all ranks share. Raises OSError on a full
+    disk. Each tensor is a tick of progress.
 
     A state holds only tensors and plain values, so that it loads with `weights_only`. Shard 0 goes to `<name>.pt`, with
     what is not sharded. Shard i goes to `<name>_<i>.pt`.
     """
-    state = {**state, "num_files": num_shards}
-    own = tree_map(lambda value: {ROWS: value.to_local()} if isinstance(value, DTensor) else value, state)
+    own = {**own, "num_files": num_shards}
     file = directory / _file_of(name, shard)
     try:
         with file.open("wb") as opened:
@@ -118,6 +125,12 @@ def read_state(directory: Path, name: str) -> dict[str, Any]:
 
     state: dict[str, Any] = tree_map(join, *files, is_leaf=_is_rows)
     return state
+
+
+def remove_state(directory: Path, name: str, *, num_shards: int) -> None:
+    """Remove the files that `write_state` wrote."""
+    for shard in range(num_shards):
+        (directory / _file_of(name, shard)).unlink()
 
 
 class _Ticking:

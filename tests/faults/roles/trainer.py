@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from injection import Injector, Phase, faulty
@@ -18,6 +18,7 @@ from penstock.control.messages import (
     AskSaved,
     AskState,
     Begin,
+    FinishCheckpoint,
     FoundSaved,
     HeldState,
     HoldsNothing,
@@ -54,8 +55,9 @@ class Weights:
         self.holds: list[list[int]] = []
         """Groups of every step, in order."""
 
-    def write(self, directory: Path) -> None:
-        (directory / WEIGHTS).write_text(json.dumps(self.holds))
+    def write(self, directory: Path, holds: str) -> None:
+        """Write what the weights held when the checkpoint began."""
+        (directory / WEIGHTS).write_text(holds)
         self._injector.moment(Phase.CHECKPOINTING)
         self._injector.moment(Phase.STOPPING)
         (directory / FILLER).write_bytes(bytes(FILLER_BYTES))
@@ -69,7 +71,8 @@ class TrainerProcess(bus_client.Member):
 
     def __init__(self, config: Config, child: Child, injector: Injector) -> None:
         self._config, self._child, self._injector = config, child, injector
-        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._thread, self._saver = ThreadPoolExecutor(max_workers=1), ThreadPoolExecutor(max_workers=1)
+        self._saving: Future[None] | None = None
         self._pool = PayloadReader(child.run_dir / "pool")
         self._weights = Weights(injector)
         self._begun = False
@@ -77,7 +80,16 @@ class TrainerProcess(bus_client.Member):
         self._accumulated: list[int] = []
         self._learner: LearnerState | None = None
 
+    def _save(self, unfinished: checkpoint.Unfinished, holds: str, best: int | None) -> None:
+        self._weights.write(unfinished.path, holds)
+        directory, keep = model_dir(self._config, self._child.run_dir), self._config.trainer.keep_checkpoints
+        unfinished.complete(model_dir=directory, keep=keep, best=best)
+
     async def handle(self, _: str, message: AnyMessage) -> AnyMessage | None:
+        if isinstance(message, FinishCheckpoint | AskSaved | SaveCheckpoint) and self._saving is not None:
+            await asyncio.wrap_future(self._saving)
+        if isinstance(message, FinishCheckpoint):
+            return HoldsNothing() if self._saving is None else None
         reply = await asyncio.get_running_loop().run_in_executor(self._thread, self._act, message)
         self._num_acts += 1
         return reply
@@ -107,16 +119,9 @@ class TrainerProcess(bus_client.Member):
             case Publish():
                 return Published(handle=self._publish())
             case SaveCheckpoint(directory=directory, state=state, best=best):
-                checkpoint.save(
-                    Path(directory).parent,
-                    int(state["step"]),
-                    self._weights.write,
-                    policy_version=self._weights.policy_version,
-                    extra=state,
-                    model_dir=model_dir(self._config, self._child.run_dir),
-                    keep=self._config.trainer.keep_checkpoints,
-                    best=best,
-                )
+                step, version = int(state["step"]), self._weights.policy_version
+                unfinished = checkpoint.Unfinished(Path(directory).parent, step, policy_version=version, extra=state)
+                self._saving = self._saver.submit(self._save, unfinished, json.dumps(self._weights.holds), best)
         return None
 
     def _state(self) -> TrainerState:
