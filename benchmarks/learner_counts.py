@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,7 @@ MEASURED = {
     "90 M, 2k tokens": ({"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 10}, 2048),
 }
 """Shapes of models, and the tokens of their micro-batches."""
+ENOUGH_S = 600.0
 RETURNED_BYTES = 2**16
 """Size from which on the C library returns freed memory."""
 QUICK_MEASURED = "10 M, 4k tokens"
@@ -253,8 +255,9 @@ def samples(number: int, length: int, vocab: int) -> list[Sample]:
 
 
 def planned_and_measured(name: str) -> tuple[float, float]:
-    """Return the bytes of a learner, as planned, and by how much a process with one grows at most in two steps. What is
-    freed there goes back to the system at once, so that its size is that of its tensors."""
+    """Return the bytes of a learner, as planned, and as measured: by how much a process with one grows at most in two
+    steps, and by how much more when it saves a checkpoint, which may happen at the same time. What is freed there goes
+    back to the system at once, so that its size is that of its tensors."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(RETURNED_BYTES)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_planned_and_measured, (name,))
@@ -272,11 +275,28 @@ def _planned_and_measured(name: str) -> tuple[float, float]:
     before = memory("VmRSS")
     learner = Learner(AutoModelForCausalLM.from_config(config).eval(), trainer, max_staleness=9)
     batch, _ = prepare(samples(8, longest, 8192))
-    Path("/proc/self/clear_refs").write_text("5")  # the largest size so far becomes the present one
+    forget_peak()
     for _ in range(2):
         learner.accumulate(batch)
         learner.step()
-    return float(planned.total), float(memory("VmHWM") - before)
+    measured = memory("VmHWM") - before
+    forget_peak()
+    before = memory("VmRSS")
+    with TemporaryDirectory() as directory:
+        learner.write(Path(directory))
+        await_files(learner)
+    return float(planned.total), float(measured + memory("VmHWM") - before)
+
+
+def forget_peak() -> None:
+    """Make the present size of this process the largest so far."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def await_files(learner: Learner) -> None:
+    """Wait until the files of a checkpoint are written."""
+    if not learner.is_written(ENOUGH_S):
+        raise TimeoutError(f"the files of a checkpoint were not written in {ENOUGH_S:g} s")
 
 
 def memory(name: str) -> int:

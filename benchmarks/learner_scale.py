@@ -11,13 +11,15 @@ at most 32k tokens. `kernels_per_layer`: kernels of the forward and the backward
 `trainer.compile`; `eager_kernels_per_layer` without.
 `syncs_per_microbatch`: how often a micro-batch waits for the device. `plan_vs_measured_peak`: the largest deviation of
 the planned from the measured memory of a learner, as a share of the measured, for three sizes.
+
+`checkpoint_stall_share`: time in which training stands still for a checkpoint of 0.9 GB, as a share of an optimizer
+step and its passes over 4k tokens. Everything else of the checkpoint happens beside them, on the same cores.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from learner_counts import (
@@ -27,12 +29,14 @@ from learner_counts import (
     SHAPES,
     balance,
     fewest_ranks,
+    forget_peak,
     kernels,
     memory,
     planned_and_measured,
     real_model,
     waits,
 )
+from learner_saving import saving_times
 from report import Benchmark, Figures, arguments, publish
 from torch import Tensor
 
@@ -53,6 +57,7 @@ BENCHMARK = Benchmark(
             "eager_kernels_per_layer",
             "syncs_per_microbatch",
             "plan_vs_measured_peak",
+            "checkpoint_stall_share",
         ),
     ],
 )
@@ -63,6 +68,7 @@ ROUNDS = 3
 RANKS_AND_GROUPS = ((4, 32), (64, 128))
 DRAWS = 5
 FITS_TABLE = "Accelerators of 80 GiB that training the whole model takes, as planned and on no device confirmed"
+SAVING_TABLE = "A checkpoint beside training, seconds"
 PLAN_TABLE = "Memory of a learner in a step, MiB"
 TABLE = "Peak memory of the output layer, bytes per token and entry of the vocabulary"
 
@@ -82,7 +88,7 @@ def peak(statistics: Statistics, num_tokens: int) -> tuple[float, float]:
     head = torch.nn.Linear(WIDTH, VOCAB, bias=False)
     hidden = torch.randn(num_tokens, WIDTH, requires_grad=True)
     chosen = torch.randint(0, VOCAB, (num_tokens,))
-    Path("/proc/self/clear_refs").write_text("5")  # the largest size so far becomes the present one
+    forget_peak()
     before, began = memory("VmRSS"), time.process_time()
     logprobs, _ = statistics(head, hidden, chosen)
     logprobs.sum().backward()  # type: ignore[no-untyped-call]
@@ -119,6 +125,24 @@ def add_plans(figures: Figures, *, quick: bool) -> None:
     figures.add("plan_vs_measured_peak", [max(abs(planned / measured - 1) for planned, measured in found.values())])
 
 
+def add_saving(figures: Figures, *, quick: bool) -> None:
+    found = saving_times(quick=quick, rounds=1 if quick else ROUNDS)
+    figures.add("checkpoint_stall_share", [each.stall_share for each in found])
+    rows = {
+        f"{found[0].num_bytes / 1e9:.2f} GB, without": {
+            "passes": [each.passes_s for each in found],
+            "step": [each.step_s for each in found],
+        },
+        f"{found[0].num_bytes / 1e9:.2f} GB, with": {
+            "taken": [each.taken_s for each in found],
+            "passes": [each.passes_beside_s for each in found],
+            "step": [each.step_beside_s for each in found],
+            "complete after": [each.complete_s for each in found],
+        },
+    }
+    figures.tables[SAVING_TABLE] = rows
+
+
 def main() -> None:
     options = arguments(__doc__ or "")
     torch.set_num_threads(1)
@@ -138,6 +162,7 @@ def main() -> None:
     add_counts(figures)
     add_fits(figures, quick=options.quick)
     add_plans(figures, quick=options.quick)
+    add_saving(figures, quick=options.quick)
     publish(BENCHMARK, figures.flat, options.json, tables=figures.tables)
 
 

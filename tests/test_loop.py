@@ -222,6 +222,33 @@ def test_the_checkpoint_with_the_best_validation_is_kept(tmp_path: Path, every: 
     assert run.trainer.best_steps == kept
 
 
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(trainer={"steps": 6, "groups_per_step": 8, "checkpoint_every": 1}), mixed(0))
+    run.trainer.save_s = 5.0
+    calls: list[str] = []
+
+    def recorded(name: str) -> None:
+        call = getattr(run.trainer, name)
+
+        async def with_record(*arguments: Any, **named: Any) -> Any:
+            result = await call(*arguments, **named)
+            calls.append(name)
+            return result
+
+        setattr(run.trainer, name, with_record)
+
+    for name in ("begin_checkpoint", "finish_checkpoint", "step"):
+        recorded(name)
+    run_virtual(run.go())
+    saves = [name for name in calls if name != "step"]
+    assert saves == ["begin_checkpoint", "finish_checkpoint"] * 6, (
+        "one is written at a time, and the run awaits the last"
+    )
+    assert calls[:4] == ["step", "begin_checkpoint", "step", "finish_checkpoint"]
+    assert [event["step"] for event in run.events() if event["event"] == "checkpoint"] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
 def test_dropped_groups_are_replaced(tmp_path: Path) -> None:
     def hard_tasks(work: Work) -> tuple[float, list[float]]:
         solved = work.task.purpose == "eval" or work.task.index % 3 == 0

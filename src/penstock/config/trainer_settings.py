@@ -258,7 +258,7 @@ class TrainerConfig(Section):
     """CPU threads of each rank."""
     checkpoint_every: int = Field(20, ge=1)
     """Optimizer steps between two checkpoints. This is the largest number of steps that are lost if the trainer
-    dies."""
+    dies, beside those that it took while the newest checkpoint was being written."""
     keep_checkpoints: int = Field(2, ge=1)
     """Number of newest checkpoints that are kept. With `validation.every`, the one with the highest held-out reward is
     kept too."""

@@ -156,6 +156,7 @@ class Planner:
                 "gathered layers": found.gathered,
                 passing: found.one_pass,
                 "the optimizer's step": max(found.optimizer_step - found.gathered - found.one_pass, 0),
+                "a copy for a checkpoint": found.saved if found.is_in_main_memory else 0,
             }
             if place == "reference":  # nothing is kept for a backward pass
                 parts[passing] = found.one_pass // self._sizes.num_layers

@@ -59,14 +59,16 @@ from penstock.trainer.optimizer import adamw, load_optimizer, take_step
 from penstock.trainer.packing import flatten, on_device
 from penstock.trainer.rank_balancing import Work, attention_per_token
 from penstock.trainer.ranks import Ranks
-from penstock.trainer.shards import Saved, load_parameters, read_state, remove_state, whole
+from penstock.trainer.shards import joined, load_parameters, read_state, whole
 from penstock.trainer.statistics import StepStatistics
 from penstock.types import LearnerState
 
 NAME = "learner"
 """Name of the checkpoint files with optimizer, random state and counters."""
 POLICY = "policy"
-"""Name of the files with shards of the policy, until they are joined."""
+"""Key of the policy's shards in these files, beside the Hugging Face model."""
+EXPORTED_SIZE = "5GB"
+"""Largest weights file of a checkpoint's model. Some memory of this size is needed to write it."""
 
 
 class NothingLearnt(HopelessError):
@@ -296,26 +298,22 @@ class Learner(ModelRole):
         }
 
     def write(self, directory: Path) -> None:
-        progress, policy = self._progress() | {"adapted": adapted_parameters(self.model)}, merged_weights(self.model)
-
         def write(copied: dict[str, Any]) -> None:
-            if self._strategy.is_sharded:
-                self._write_state({POLICY: copied[POLICY]}, directory, POLICY)
-            else:
-                self.model.save_pretrained(directory, state_dict=copied[POLICY])
-            self._write_state(copied[NAME], directory, NAME)
+            if not self._strategy.is_sharded:
+                self._export(copied.pop(POLICY), directory)
+            self._write_state(copied, directory, NAME)
 
-        self._save({NAME: progress, POLICY: policy}, write)
+        parts = {POLICY: merged_weights(self.model), "adapted": adapted_parameters(self.model)}
+        self._save(self._progress() | parts, write)
 
     def join_shards(self, directory: Path) -> None:
         """Begin to make a Hugging Face model of the shards in `directory`, where all ranks have written theirs. Rank 0
         does this; other ranks and replicas have nothing to do."""
 
         def write(_: dict[str, Any]) -> None:
-            shards = read_state(directory, POLICY)[POLICY]
-            whole_weights = {name: each.whole() if isinstance(each, Saved) else each for name, each in shards.items()}
-            self.model.save_pretrained(directory, state_dict=whole_weights)
-            remove_state(directory, POLICY, num_shards=self._strategy.shard.num_shards)
+            file = directory / f"{POLICY}.joined"
+            self._export(joined(read_state(directory, NAME)[POLICY], file), directory)
+            file.unlink()
 
         if self._strategy.is_sharded and self._ranks.is_first:
             self._save({}, write)
@@ -324,12 +322,19 @@ class Learner(ModelRole):
         """Write the policy as a Hugging Face model, adapters merged. All ranks must call this."""
         weights = self.named_weights()
         if self._ranks.is_first:
-            self.model.save_pretrained(directory, state_dict=weights)
+            self._export(weights, directory)
+
+    def _export(self, weights: dict[str, Tensor], directory: Path) -> None:
+        model: Any = self.model  # its annotations leave out the size
+        model.save_pretrained(directory, state_dict=weights, max_shard_size=EXPORTED_SIZE)
 
     def read(self, directory: Path) -> None:
-        saved = self._model_cls.from_pretrained(directory, dtype=self.model.dtype, local_files_only=True)
         progress = read_state(directory, NAME)
-        self.load_state_dict({"model": dict(saved.named_parameters()) | progress.pop("adapted"), **progress})
+        policy = progress.pop(POLICY, None)
+        if policy is None:  # of replicas, which save it only as a model
+            saved = self._model_cls.from_pretrained(directory, dtype=self.model.dtype, local_files_only=True)
+            policy = dict(saved.named_parameters())
+        self.load_state_dict({"model": policy | progress.pop("adapted"), **progress})
 
 
 def _leading(samples: Sequence[npt.ArrayLike], different: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

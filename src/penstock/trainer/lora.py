@@ -7,9 +7,11 @@ from collections import Counter
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from penstock.config import ConfigError, LoraConfig
+from penstock.trainer.shards import like
 
 ADAPTER = "default"
 
@@ -57,7 +59,8 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
         if module in layers:
             whole = parameter.detach()
             if attribute == "weight":
-                whole = whole + layers[module].get_delta_weight(ADAPTER).detach().to(whole.dtype)
+                change = layers[module].get_delta_weight(ADAPTER).detach().to(whole.dtype)
+                whole = whole + (like(change, whole) if isinstance(change, DTensor) else change)
             merged[f"{module}.{attribute}"] = whole
         elif ".lora_" not in name:
             merged[name] = parameter.detach()

@@ -105,10 +105,16 @@ class LearnerBytes:
     """The largest micro-batch: activations and the output layer."""
     optimizer_step: int
     """What a step makes beside the states, after the passes: sums over ranks, and the optimizer's own tensors."""
+    saved: int
+    """A copy in main memory of what a checkpoint saves."""
+    is_in_main_memory: bool
+    """Whether the process computes there too."""
 
     @property
     def total(self) -> int:
-        return self.states + self.copies + max(self.gathered + self.one_pass, self.optimizer_step)
+        """Return what the device of the process must hold."""
+        held = self.states + self.copies + max(self.gathered + self.one_pass, self.optimizer_step)
+        return held + self.saved if self.is_in_main_memory else held
 
 
 def sizes(architecture: Any, trainer: TrainerConfig) -> Sizes:
@@ -197,12 +203,18 @@ def learner_bytes(
     optimizer_step = 0 if on_accelerator else MASTER_BYTES * trained // parts
     if trainer.ranks > 1 and not sharded:
         optimizer_step = max(optimizer_step, MASTER_BYTES * min(trained, BUCKET_ELEMENTS))
+    saved = whole * (("reference" in roles) + 3 * ("critic" in roles))
+    if acts:  # the policy and both moments, and with adapters what they change
+        saved += whole * (1 + (trainer.lora is not None) + (trainer.objective.proximal == "snapshot"))
+        saved += 2 * MASTER_BYTES * size.trained // parts
     return LearnerBytes(
         states=states,
         copies=copies,
         gathered=gathered,
         one_pass=pass_bytes(architecture, shape),
         optimizer_step=optimizer_step,
+        saved=saved,
+        is_in_main_memory=not on_accelerator,
     )
 
 

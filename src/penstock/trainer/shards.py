@@ -7,6 +7,7 @@ one tensor at a time. All functions accept whole tensors too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ SHARDS = "shards"
 """Dimension of the mesh of ranks along which tensors are sharded."""
 ROWS = "rows"
 """The only key of a mapping that stands for a shard in a file."""
+ALIGNED_BYTES = 64
 PROBE_BYTES = 1 << 20
 """Size of a trial write after a failed save: its OSError names the reason, which torch does not report."""
 
@@ -41,6 +43,14 @@ class Saved:
 
     def whole(self) -> Tensor:
         return torch.cat(self.shards)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return a copy of rows `start` to `stop`. Nothing else is read."""
+        found, first = [], 0
+        for shard in self.shards:
+            found.append(shard[max(start - first, 0) : max(stop - first, 0)])
+            first += len(shard)
+        return torch.cat(found)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -60,15 +70,14 @@ def assign(target: Tensor, value: Tensor | Saved) -> None:
 
 def like(value: Tensor | Saved, model: Tensor) -> Any:
     """Return `value` sharded like `model`, which has the same shape."""
-    if isinstance(value, Saved):
-        value = value.whole()
     if not isinstance(model, DTensor):
-        return value
+        return value.whole() if isinstance(value, Saved) else value
     if isinstance(value, DTensor):
         return value.redistribute(model.device_mesh, model.placements)
     shards = model.device_mesh[SHARDS]
-    chunks, rank = value.chunk(shards.size()), shards.get_local_rank()
-    mine = chunks[rank] if rank < len(chunks) else value[:0]
+    num_rows = -(-value.shape[0] // shards.size())
+    start = shards.get_local_rank() * num_rows
+    mine = value.rows(start, start + num_rows) if isinstance(value, Saved) else value[start : start + num_rows]
     local = mine.to(model.device, model.dtype).contiguous()
     return DTensor.from_local(local, model.device_mesh, model.placements, shape=model.shape, stride=model.stride())
 
@@ -127,10 +136,26 @@ def read_state(directory: Path, name: str) -> dict[str, Any]:
     return state
 
 
-def remove_state(directory: Path, name: str, *, num_shards: int) -> None:
-    """Remove the files that `write_state` wrote."""
-    for shard in range(num_shards):
-        (directory / _file_of(name, shard)).unlink()
+def joined(weights: Mapping[str, Tensor | Saved], file: Path) -> dict[str, Tensor]:
+    """Return whole tensors whose memory is the new `file`, so that all of them together need not fit into memory."""
+    sizes = [(math.prod(each.shape), _dtype(each)) for each in weights.values()]
+    num_bytes = [-(-number * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES for number, dtype in sizes]
+    memory = torch.from_file(str(file), shared=True, size=sum(num_bytes), dtype=torch.uint8)
+    made = {}
+    parts = zip(weights.items(), sizes, torch.split(memory, num_bytes), strict=True)
+    for (name, value), (number, dtype), part in parts:
+        tensor = part[: number * dtype.itemsize].view(dtype).view(value.shape)
+        if isinstance(value, Saved):
+            torch.cat(value.shards, out=tensor)
+        else:
+            tensor.copy_(value)
+        made[name] = tensor
+        tick()
+    return made
+
+
+def _dtype(value: Tensor | Saved) -> torch.dtype:
+    return value.shards[0].dtype if isinstance(value, Saved) else value.dtype
 
 
 class _Ticking:
