@@ -36,7 +36,7 @@ QWEN3_0_6B = {
     "pad_token_id": 151643,
 }
 LARGE_BYTES = 2**30
-MATRIX = 8192
+MATRIX, CPU_MATRIX = 8192, 1024
 
 
 def tiny_policy(max_context: int, *, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -80,8 +80,9 @@ def bytes_per_s(device: torch.device) -> float:
 
 def flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """By a product of two large square matrices."""
-    one, other = (torch.randn(MATRIX, MATRIX, device=device, dtype=dtype) for _ in range(2))
-    return 10 * 2 * MATRIX**3 / _typical(lambda: [one @ other for _ in range(10)], device)
+    size = CPU_MATRIX if device.type == "cpu" else MATRIX
+    one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 10 * 2 * size**3 / _typical(lambda: [one @ other for _ in range(10)], device)
 
 
 def _typical(work: Callable[[], object], device: torch.device) -> float:
