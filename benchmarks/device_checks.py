@@ -118,8 +118,9 @@ def run_all(chosen: Sequence[Slice], device: str, card: str, *, results: Path, l
             continue
         began = time.monotonic()
         code = run(words_of(each, device, results / f"{stem_of(each)}-{card}.json", quick=quick), log)
-        print(f"{each.name:12} {_ending(code)} after {time.monotonic() - began:.0f} s; {log}")
-        shown = figures_of(each, log)
+        where = "" if quick else f"; {log}"
+        print(f"{each.name:12} {_ending(code)} after {time.monotonic() - began:.0f} s{where}")
+        shown = [] if quick else figures_of(each, log)  # what a CPU does in a quick form is not what is wanted
         print("".join(f"             {line}\n" for line in shown), end="", flush=True)
         if code:
             num_bad += 1
