@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import fmean
 
 import torch
 from learner_counts import (
@@ -128,19 +129,23 @@ def add_plans(figures: Figures, *, quick: bool) -> None:
 def add_saving(figures: Figures, *, quick: bool) -> None:
     found = saving_times(quick=quick, rounds=1 if quick else ROUNDS)
     figures.add("checkpoint_stall_share", [each.stall_share for each in found])
+    size = f"{found[0].num_bytes / 1e9:.2f} GB"
     rows = {
-        f"{found[0].num_bytes / 1e9:.2f} GB, without": {
+        f"{size}, without": {
             "passes": [each.passes_s for each in found],
             "step": [each.step_s for each in found],
         },
-        f"{found[0].num_bytes / 1e9:.2f} GB, with": {
+        f"{size}, with": {
             "taken": [each.taken_s for each in found],
             "passes": [each.passes_beside_s for each in found],
             "step": [each.step_beside_s for each in found],
             "complete after": [each.complete_s for each in found],
         },
     }
-    figures.tables[SAVING_TABLE] = rows
+    figures.tables[SAVING_TABLE] = {
+        row: {column: [fmean(values), max(values) - min(values)] for column, values in cells.items()}
+        for row, cells in rows.items()
+    }
 
 
 def main() -> None:
