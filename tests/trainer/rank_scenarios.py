@@ -97,6 +97,7 @@ def make_learner(
         max_tokens=10,
         whole_step=20,
         measure_noise=name == "noise",
+        base=str(model_dir),
         ranks=ranks,
         compute_dtype=compute_dtype,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from made_roles import ENOUGH_S
 from transformers import PreTrainedModel
 
 from penstock.config import ConfigError, TrainerConfig
+from penstock.model.load_policy import load_policy
 from penstock.samples import Sample
 from penstock.trainer.learner import Learner
 from penstock.trainer.prepare import prepare
@@ -80,6 +82,29 @@ def test_a_checkpoint_is_a_whole_model_and_goes_on_exactly(
     train(resumed, samples, 2)
     found = resumed.named_weights()
     assert all(torch.equal(weight, found[name]) for name, weight in steady.named_weights().items())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+def test_a_checkpoint_has_the_adapters_for_peft(make_model: MakeModel, samples: list[Sample], tmp_path: Path) -> None:
+    """On the base that they name they are the trained policy."""
+    from peft import PeftModel
+
+    base, saved = tmp_path / "base", tmp_path / "saved"
+    make_model().save_pretrained(base)
+    saved.mkdir()
+    config = TrainerConfig.model_validate({"learning_rate": 1e-2, "lora": {"rank": 4, "alpha": 16}})
+    trained = Learner(make_model(), config, max_staleness=9, base=str(base))
+    train(trained, samples, 2)
+    trained.write(saved)
+    assert trained.is_written(ENOUGH_S)
+    settings = json.loads((saved / "adapter" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(base) and settings["r"] == 4
+    loaded = PeftModel.from_pretrained(load_policy(base, weights=True), saved / "adapter")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        expected = trained.model(input_ids=ids).logits
+        assert not torch.allclose(make_model()(input_ids=ids).logits, expected, atol=1e-3)
+        torch.testing.assert_close(loaded(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_layers_that_do_not_exist_are_refused(make_model: MakeModel) -> None:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from rank_scenarios import CPU, NUM_STEPS, STRATEGIES, every, resumed, saved_of, settings_of, strategies_of
+from safetensors.torch import load_file
 
 from penstock.config import ConfigError
 from penstock.groups.role import Rank
@@ -164,6 +165,13 @@ def test_ranks_that_give_their_devices_up_between_steps_learn_the_same(
             assert ours | {"busy_s": 0} == theirs | {"busy_s": 0}
         assert found["weights"].keys() == expected["weights"].keys()
         assert all(torch.equal(found["weights"][key], weight) for key, weight in expected["weights"].items())
+
+
+def test_adapters_from_shards_are_those_of_replicas(together: Together, out: Path) -> None:
+    assert len(together[2]) == 2
+    whole, joined = (load_file(out / f"saved_{each}_lora_2/adapter/adapter_model.safetensors") for each in STRATEGIES)
+    assert whole
+    close(joined, whole)
 
 
 @pytest.mark.parametrize("size", SIZES)

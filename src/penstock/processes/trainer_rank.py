@@ -201,6 +201,7 @@ class Actor(TrainerRank):
             whole_step=config.trainer.groups_per_step * config.env.group_size,
             compute_dtype=self._dtype,
             measure_noise=config.scheduler.trigger.feedback.signal == "noise_scale",
+            base=None if config.model.path == "tiny" or config.model.warm_start.steps else config.model.path,
             ranks=self._ranks,
         )
 

@@ -118,7 +118,8 @@ def _seal(directory: Path) -> None:
     checksums = {str(path.relative_to(directory)): _checksum(path, make) for path in files}
     (directory / MANIFEST).write_text(json.dumps({"hash": name, "files": checksums}, indent=1), encoding="utf-8")
     _sync(directory / MANIFEST)
-    _sync(directory)
+    for folder in (*(path for path in directory.rglob("*") if path.is_dir()), directory):
+        _sync(folder)
 
 
 def _prune(directory: Path, step: int, keep: int, best: int | None) -> None:

@@ -51,7 +51,7 @@ from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.trainer.canaries import Canaries
 from penstock.trainer.criterion import Criterion
-from penstock.trainer.lora import adapted_parameters, attach, merged_weights
+from penstock.trainer.lora import adapted_parameters, attach, is_adapter, merged_weights, write_adapters
 from penstock.trainer.losses.parts import denominator
 from penstock.trainer.model_role import ModelRole
 from penstock.trainer.noise import GradientNorm, gradient_norm, noise
@@ -67,6 +67,10 @@ NAME = "learner"
 """Name of the checkpoint files with optimizer, random state and counters."""
 POLICY = "policy"
 """Key of the policy's shards in these files, beside the Hugging Face model."""
+ADAPTED = "adapted"
+"""Key of the adapters, and of the weights that they change."""
+ADAPTERS = "adapter"
+"""Folder of a checkpoint with the adapters alone, in peft's format."""
 EXPORTED_SIZE = "5GB"
 """Largest weights file of a checkpoint's model. Some memory of this size is needed to write it."""
 
@@ -89,6 +93,7 @@ class Learner(ModelRole):
         max_tokens: int = 1,
         whole_step: int = 1,
         measure_noise: bool = False,
+        base: str | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """Place the model on the ranks, and build optimizer and criterion.
@@ -96,6 +101,7 @@ class Learner(ModelRole):
         `max_tokens`: length of the longest allowed answer.
         `whole_step`: number of samples of a full optimizer step.
         `measure_noise`: also compute the gradient's norm within a step, for the gradient noise scale.
+        `base`: path of the model, to which adapters alone belong; None if it lies nowhere.
         Other arguments: as for `ModelRole`.
         """
         self.model, self._model_cls = model, type(model)
@@ -103,7 +109,7 @@ class Learner(ModelRole):
         self._canaries = Canaries(config.canaries)
         self._max_tokens, self._whole_step = max_tokens, whole_step
         self._pending = StepStatistics()
-        self._measure_noise = measure_noise
+        self._measure_noise, self._base = measure_noise, base
         self._small: GradientNorm | None = None
         """Gradient norm over the first samples of the step."""
         self._num_steps = self._num_bad = 0
@@ -301,9 +307,10 @@ class Learner(ModelRole):
         def write(copied: dict[str, Any]) -> None:
             if not self._strategy.is_sharded:
                 self._export(copied.pop(POLICY), directory)
+                self._export_adapters(copied[ADAPTED], directory)
             self._write_state(copied, directory, NAME)
 
-        parts = {POLICY: merged_weights(self.model), "adapted": adapted_parameters(self.model)}
+        parts = {POLICY: merged_weights(self.model), ADAPTED: adapted_parameters(self.model)}
         self._save(self._progress() | parts, write)
 
     def join_shards(self, directory: Path) -> None:
@@ -312,8 +319,11 @@ class Learner(ModelRole):
 
         def write(_: dict[str, Any]) -> None:
             file = directory / f"{POLICY}.joined"
-            self._export(joined(read_state(directory, NAME)[POLICY], file), directory)
+            state = read_state(directory, NAME)
+            self._export(joined(state[POLICY], file), directory)
             file.unlink()
+            adapters = {name: each for name, each in state[ADAPTED].items() if is_adapter(name)}
+            self._export_adapters({name: each.whole() for name, each in adapters.items()}, directory)
 
         if self._strategy.is_sharded and self._ranks.is_first:
             self._save({}, write)
@@ -328,13 +338,17 @@ class Learner(ModelRole):
         model: Any = self.model  # its annotations leave out the size
         model.save_pretrained(directory, state_dict=weights, max_shard_size=EXPORTED_SIZE)
 
+    def _export_adapters(self, adapted: Mapping[str, Tensor], directory: Path) -> None:
+        if self._config.lora is not None and self._base is not None:
+            write_adapters(adapted, self._config.lora, directory / ADAPTERS, base=self._base)
+
     def read(self, directory: Path) -> None:
         progress = read_state(directory, NAME)
         policy = progress.pop(POLICY, None)
         if policy is None:  # of replicas, which save it only as a model
             saved = self._model_cls.from_pretrained(directory, dtype=self.model.dtype, local_files_only=True)
             policy = dict(saved.named_parameters())
-        self.load_state_dict({"model": policy | progress.pop("adapted"), **progress})
+        self.load_state_dict({"model": policy | progress.pop(ADAPTED), **progress})
 
 
 def _leading(samples: Sequence[npt.ArrayLike], different: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

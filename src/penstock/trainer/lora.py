@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -39,6 +41,33 @@ def attach(model: PreTrainedModel, config: LoraConfig) -> None:
         raise ConfigError(f"trainer.lora.targets {config.targets}: {name} shares its weights with another layer")
 
 
+def is_adapter(name: str) -> bool:
+    """Return whether the parameter of this name belongs to an adapter."""
+    return ".lora_" in name
+
+
+def write_adapters(adapted: Mapping[str, Tensor], config: LoraConfig, directory: Path, *, base: str) -> None:
+    """Write the adapters among `adapted` to the new `directory`, in peft's format, for the model `base`."""
+    from peft import LoraConfig as PeftConfig
+    from safetensors.torch import save_file
+
+    weights = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": value.contiguous()
+        for name, value in adapted.items()
+        if is_adapter(name)
+    }
+    directory.mkdir()
+    PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in weights}),
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    ).save_pretrained(str(directory))
+    save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
 def _shared(model: PreTrainedModel) -> str | None:
     """Return the name of an adapted layer that shares its weights with another layer, or None.
 
@@ -62,7 +91,7 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
                 change = layers[module].get_delta_weight(ADAPTER).detach().to(whole.dtype)
                 whole = whole + (like(change, whole) if isinstance(change, DTensor) else change)
             merged[f"{module}.{attribute}"] = whole
-        elif ".lora_" not in name:
+        elif not is_adapter(name):
             merged[name] = parameter.detach()
     return merged
 
@@ -73,4 +102,4 @@ def adapted_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
     A checkpoint needs them, since `merged_weights` holds only their sum.
     """
     named = model.named_parameters()
-    return {name: value.detach() for name, value in named if ".base_layer." in name or ".lora_" in name}
+    return {name: value.detach() for name, value in named if ".base_layer." in name or is_adapter(name)}
