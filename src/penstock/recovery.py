@@ -160,6 +160,7 @@ async def _adopt(system: System, held: TrainerState) -> WeightsHandle:
     handle = await system.trainer.publish()
     num_groups = await _restore_groups(system)
     if (point := (await system.trainer.saved(system.run_dir / CHECKPOINTS)).newest) is not None:
+        _record_checkpoint(system, point)
         system.scheduler.restoring.load_state_dict(point.state["scheduler"])
     system.scheduler.restoring.use_history(system.pool.history)
     system.num_steps = held.step
@@ -183,7 +184,16 @@ async def _newest_checkpoint(system: System) -> SavedState | None:
     if found.newest is None and found.torn:
         reasons = "; ".join(f"{directory}: {reason}" for directory, reason in found.torn.items())
         raise NoCheckpoint(f"all checkpoints are damaged ({reasons}): remove them to start over")
+    if found.newest is not None:
+        _record_checkpoint(system, found.newest)
     return found.newest
+
+
+def _record_checkpoint(system: System, point: SavedState) -> None:
+    """Record a checkpoint that was completed when nobody was there to record it."""
+    events = jsonl.read(system.run_dir / "events.jsonl")
+    if not any(event.get("event") == "checkpoint" and event.get("step") == point.step for event in events):
+        system.recorder.event("checkpoint", step=point.step, path=f"{CHECKPOINTS}/{Path(point.directory).name}")
 
 
 async def _go_back(system: System, point: SavedState | None) -> WeightsHandle:

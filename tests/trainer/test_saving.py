@@ -117,7 +117,7 @@ def test_a_copy_that_fails_is_reported_and_stops_no_step(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_copy_from_the_device_runs_beside_kernels_and_holds_what_came_before() -> None:
-    values = torch.zeros(1 << 24, device="cuda")
+    values = torch.zeros(1 << 24, device=f"cuda:{torch.cuda.device_count() - 1}")
     values += 1
     found: list[torch.Tensor] = []
     saved = saving.Saving({"values": values}, lambda copied: found.append(copied["values"]))

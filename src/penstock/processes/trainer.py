@@ -182,11 +182,15 @@ class TrainerProcess(Member):
         """Complete the checkpoint that `message` has begun."""
         start, unfinished, keep = time.time(), self._unfinished, self._config.trainer.keep_checkpoints
         assert unfinished is not None
-        with heard_by(self._ticked):
-            while not await self._on_thread(self._are_written):  # noqa: ASYNC110 - only a call to all ranks tells
-                await asyncio.sleep(LOOK_EVERY_S)
-            complete = partial(unfinished.complete, model_dir=self._model_dir, keep=keep, best=message.best)
-            await asyncio.to_thread(complete)
+        try:
+            with heard_by(self._ticked):
+                while not await self._on_thread(self._are_written):  # noqa: ASYNC110 - only a call to all ranks tells
+                    await asyncio.sleep(LOOK_EVERY_S)
+                complete = partial(unfinished.complete, model_dir=self._model_dir, keep=keep, best=message.best)
+                await asyncio.to_thread(complete)
+        except BaseException:
+            unfinished.discard()
+            raise
         logger.info("saved the checkpoint %s in %.3f s, beside training", message.directory, time.time() - start)
 
     def _are_written(self) -> bool:

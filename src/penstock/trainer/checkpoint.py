@@ -47,6 +47,10 @@ class Unfinished:
         _clear_leftovers(directory)
         self.path.mkdir(parents=True)
 
+    def discard(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
     def complete(self, *, model_dir: Path, keep: int, best: int | None = None) -> Path:
         """Move the checkpoint to its place, and return this.
 

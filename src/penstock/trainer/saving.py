@@ -71,25 +71,28 @@ def _in_main_memory(own: dict[str, Any], taken: torch.cuda.Event | None) -> dict
         if not isinstance(value, Tensor):
             return value
         tick()
-        if not value.is_cuda:
-            return value.to("cpu", copy=True)
-        pinned = torch.empty_like(value, device="cpu", pin_memory=True)
-        return pinned.copy_(value, non_blocking=True)
+        return value.to("cpu", copy=True)
 
-    copied: dict[str, Any]
-    if taken is None:
-        copied = tree_map(copy, own)
-    else:
-        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-            taken.wait()
-            copied = tree_map(copy, own)
-            torch.cuda.current_stream().synchronize()
+    device = _cuda_device(own)
+    if device is None or taken is None:
+        found: dict[str, Any] = tree_map(copy, own)
+        return found
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_event(taken)
+    with torch.cuda.device(device), torch.cuda.stream(stream):  # a new thread begins on the first device
+        copied: dict[str, Any] = tree_map(copy, own)  # each tensor is waited for
     return copied
 
 
 def _event_after_kernels(own: dict[str, Any]) -> torch.cuda.Event | None:
     """Return an event of the current stream after all kernels begun so far; None if no tensor of `own` is on CUDA."""
-    if not any(isinstance(value, Tensor) and value.is_cuda for value in tree_leaves(own)):
+    device = _cuda_device(own)
+    if device is None:
         return None
-    event: torch.cuda.Event = torch.cuda.current_stream().record_event()
+    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
     return event
+
+
+def _cuda_device(own: dict[str, Any]) -> torch.device | None:
+    """Return the device of a rank's state; None if no tensor is on CUDA."""
+    return next((value.device for value in tree_leaves(own) if isinstance(value, Tensor) and value.is_cuda), None)

@@ -8,6 +8,7 @@ one tensor at a time. All functions accept whole tensors too.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,10 +90,15 @@ def load_parameters(module: Module, weights: Mapping[str, Tensor | Saved]) -> No
 
 
 def own_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what this rank holds of a state, with the same memory: the rows of sharded tensors, and all else."""
-    own: dict[str, Any] = tree_map(
-        lambda value: {ROWS: value.to_local()} if isinstance(value, DTensor) else value, state
-    )
+    """Return what this rank holds of a state, with the same memory: the rows of sharded tensors, and all else. Modules
+    may move to another device afterwards."""
+
+    def part(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return {ROWS: value.to_local()}
+        return value.detach() if isinstance(value, Tensor) else value
+
+    own: dict[str, Any] = tree_map(part, state)
     return own
 
 
@@ -109,7 +115,8 @@ def write_state(own: Mapping[str, Any], directory: Path, name: str, *, shard: in
         with file.open("wb") as opened:
             torch.save(own, _Ticking(opened))  # type: ignore[arg-type] # it has what torch uses
     except RuntimeError:
-        file.write_bytes(bytes(PROBE_BYTES))  # torch does not report a full disk; this write does
+        with file.open("ab", buffering=0) as opened:  # torch does not report a full disk; this write does
+            opened.write(bytes(PROBE_BYTES))
         raise
 
 
@@ -137,9 +144,12 @@ def read_state(directory: Path, name: str) -> dict[str, Any]:
 
 
 def joined(weights: Mapping[str, Tensor | Saved], file: Path) -> dict[str, Tensor]:
-    """Return whole tensors whose memory is the new `file`, so that all of them together need not fit into memory."""
+    """Return whole tensors whose memory is the new `file`, so that all of them together need not fit into memory.
+    Raises OSError on a full disk."""
     sizes = [(math.prod(each.shape), _dtype(each)) for each in weights.values()]
     num_bytes = [-(-number * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES for number, dtype in sizes]
+    with file.open("wb") as opened:
+        os.posix_fallocate(opened.fileno(), 0, max(sum(num_bytes), 1))  # a missing page would be a SIGBUS later
     memory = torch.from_file(str(file), shared=True, size=sum(num_bytes), dtype=torch.uint8)
     made = {}
     parts = zip(weights.items(), sizes, torch.split(memory, num_bytes), strict=True)
