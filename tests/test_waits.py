@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 MODULES = [path for path in sorted(SOURCE.rglob("*.py")) if path.name != "deadline.py"]
 
-COVERS = {"deadline", "warn_if_stalled", "watch_swap", "holding", "spending", "_warn_if_group_stalls"}
+COVERS = {"deadline", "warn_if_stalled", "watch_swap", "holding", "spending", "_warn_if_group_stalls", "_watch_disk"}
 """Inside one of these a wait is bounded, or at least reported. `spending` is a deadline that leases pay for."""
 
 ENDLESS_METHODS = {

@@ -260,7 +260,9 @@ async def begin_checkpoint(system: System) -> None:
 async def finish_checkpoint(system: System) -> None:
     """Wait until the latest checkpoint is complete. Raises `TrainerLost`."""
     if system.saving is not None:
-        await asyncio.wait([system.saving])
+        waiter, resource, holder = "the trainer's loop", "the checkpoint before", "the trainer, or its disk"
+        with warn_if_stalled(STALL_WARNING_S, waiter=waiter, resource=resource, holder=holder):
+            await asyncio.wait([system.saving])
         saving, system.saving = system.saving, None
         saving.result()
 

@@ -14,10 +14,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -85,7 +85,6 @@ SAVING = "SaveCheckpoint"
 LOOK_EVERY_S = 0.05
 """Seconds between two looks whether all ranks have written their files."""
 
-T = TypeVar("T")
 Kind = Literal["train", "step", "publish", "checkpoint", "warm_start", "restore"]
 WORKERS: Mapping[str, type[TrainerRank]] = {"actor": Actor, "critic": CriticRank, "reference": ReferenceRank}
 
@@ -164,18 +163,15 @@ class TrainerProcess(Member):
                 await self._finish_saving()
         resource = f"the end of {type(message).__name__}"
         with warn_if_stalled(STALL_WARNING_S, waiter=self._child.name, resource=resource, holder="its working thread"):
-            reply = await self._on_thread(partial(self._execute, message))
+            reply = await asyncio.get_running_loop().run_in_executor(self._thread, self._execute, message)
         if isinstance(message, messages.SaveCheckpoint) and reply is None:
             self._saving = asyncio.create_task(self._complete(message))
         return reply
 
-    async def _on_thread(self, act: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, act)
-
     async def _finish_saving(self) -> None:
         """Wait until the latest checkpoint is complete. Raises its error."""
         if self._saving is not None:
-            with warn_if_stalled(STALL_WARNING_S, waiter=self._child.name, resource="a checkpoint", holder="the disk"):
+            with self._watch_disk():
                 await asyncio.shield(self._saving)
 
     async def _complete(self, message: messages.SaveCheckpoint) -> None:
@@ -183,8 +179,9 @@ class TrainerProcess(Member):
         start, unfinished, keep = time.time(), self._unfinished, self._config.trainer.keep_checkpoints
         assert unfinished is not None
         try:
-            with heard_by(self._ticked):
-                while not await self._on_thread(self._are_written):  # noqa: ASYNC110 - only a call to all ranks tells
+            with heard_by(self._ticked), self._watch_disk():
+                ask = partial(asyncio.get_running_loop().run_in_executor, self._thread, self._are_written)
+                while not await ask():  # noqa: ASYNC110 - only a call to all ranks tells
                     await asyncio.sleep(LOOK_EVERY_S)
                 complete = partial(unfinished.complete, model_dir=self._model_dir, keep=keep, best=message.best)
                 await asyncio.to_thread(complete)
@@ -192,6 +189,12 @@ class TrainerProcess(Member):
             unfinished.discard()
             raise
         logger.info("saved the checkpoint %s in %.3f s, beside training", message.directory, time.time() - start)
+
+    def _watch_disk(self) -> AbstractContextManager[None]:
+        """Report if the files of a checkpoint take long."""
+        return warn_if_stalled(
+            STALL_WARNING_S, waiter=self._child.name, resource="the files of a checkpoint", holder="the disk"
+        )
 
     def _are_written(self) -> bool:
         with plainly():
