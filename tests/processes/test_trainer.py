@@ -32,6 +32,7 @@ from penstock.control.messages import (
     Accumulate,
     AskSaved,
     Begin,
+    FinishCheckpoint,
     FoundSaved,
     LearnerStateUpdate,
     Metrics,
@@ -238,6 +239,7 @@ async def test_wherever_ranks_and_roles_are_they_find_the_same_and_go_on_from_ea
             directory = tmp_path / "run" / f"checkpoints_{number}" / "step_1"
             await process.handle("controller", SaveCheckpoint(directory=str(directory), state={"step": 1}))
             seen.append((first, await step(process, pool), await published(process)))
+            await process.handle("controller", FinishCheckpoint())
     for number, settings in enumerate((other, one)):
         with trainer(tmp_path, **settings) as process:
             asked = AskSaved(directory=str(tmp_path / "run" / f"checkpoints_{number}"))
