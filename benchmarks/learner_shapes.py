@@ -84,7 +84,7 @@ def with_room(name: str, trainer: TrainerConfig, length: int, device: torch.devi
 
 
 def learner_of(architecture: Any, trainer: TrainerConfig, device: torch.device) -> Learner:
-    """Return a learner of random weights, after a step: its moments are there."""
+    """Return a learner with random weights."""
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()

@@ -190,7 +190,7 @@ async def _newest_checkpoint(system: System) -> SavedState | None:
 
 
 def _record_checkpoint(system: System, point: SavedState) -> None:
-    """Record a checkpoint that was completed when nobody was there to record it."""
+    """Record a checkpoint if no event names its step: the controller died while the trainer wrote it."""
     events = jsonl.read(system.run_dir / "events.jsonl")
     if not any(event.get("event") == "checkpoint" and event.get("step") == point.step for event in events):
         system.recorder.event("checkpoint", step=point.step, path=f"{CHECKPOINTS}/{Path(point.directory).name}")

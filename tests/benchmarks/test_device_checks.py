@@ -1,4 +1,4 @@
-"""The script for whoever has a device for half an hour."""
+"""The script that runs all checks on a device."""
 
 from __future__ import annotations
 

@@ -114,6 +114,23 @@ def test_a_copy_that_fails_is_reported_and_stops_no_step(
         learner.is_written(ENOUGH_S)
 
 
+def test_an_error_in_the_last_moment_is_not_missed() -> None:
+    """The thread fails between two looks at it."""
+    saved = saving.Saving({}, lambda _: None)
+    assert saved.is_done(ENOUGH_S)
+
+    class FailsWhenAsked:
+        def join(self, timeout: float) -> None: ...
+
+        def is_alive(self) -> bool:
+            saved._error = OSError("No space left on device")
+            return False
+
+    saved._thread = FailsWhenAsked()  # type: ignore[assignment]
+    with pytest.raises(OSError, match="No space left"):
+        saved.is_done()
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_copy_from_the_device_runs_beside_kernels_and_holds_what_came_before() -> None:
@@ -128,7 +145,7 @@ def test_a_copy_from_the_device_runs_beside_kernels_and_holds_what_came_before()
 
 
 def test_a_kill_in_the_middle_leaves_the_checkpoint_before(model_dir: Path, tmp_path: Path) -> None:
-    """The second checkpoint cannot end, because one of its files is a pipe that nobody reads."""
+    """The second checkpoint never ends: one of its files is a pipe, and no process reads the pipe."""
     child = subprocess.Popen(
         [sys.executable, __file__, str(model_dir), str(tmp_path)], stdout=subprocess.PIPE, text=True
     )

@@ -112,8 +112,7 @@ class Critic(ModelRole):
         return {"value_loss": loss / max(tokens, 1), "value_grad_norm": shown, "value_skipped": float(skipped)}
 
     def write(self, directory: Path) -> None:
-        weights = {name: parameter.detach() for name, parameter in self._function.named_parameters()}
-        state = {"function": weights, "optimizer": self._optimizer.state_dict()}
+        state = {"function": dict(self._function.named_parameters()), "optimizer": self._optimizer.state_dict()}
         self._save(state, lambda copied: self._write_state(copied, directory, NAME))
 
     def read(self, directory: Path) -> None:

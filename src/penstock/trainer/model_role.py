@@ -171,8 +171,8 @@ class ModelRole(ABC):
             state[name] = state[name].to(device, copy=True)
 
     def _save(self, state: Mapping[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
-        """Begin to save this rank's part of `state`: `write` gets a copy of it. Without effect on ranks whose part is
-        saved by others."""
+        """Begin to save this rank's part of `state`: `write` gets a copy of it. If another rank saves the same part,
+        this does nothing."""
         if self._strategy.shard.is_saved:
             self._saving = Saving(state, write)
 

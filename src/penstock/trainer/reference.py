@@ -37,7 +37,7 @@ class Reference(ModelRole):
         return Batch(values={NAME: self._computed(batch, in_loss, self._logprobs_of)})
 
     def write(self, directory: Path) -> None:
-        state = {"model": {name: parameter.detach() for name, parameter in self._model.named_parameters()}}
+        state = {"model": dict(self._model.named_parameters())}
         self._save(state, lambda copied: self._write_state(copied, directory, NAME))
 
     def read(self, directory: Path) -> None:

@@ -30,7 +30,7 @@ class Saving:
 
     def __init__(self, state: Mapping[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
         """Take the rank's part of `state`, and begin to copy it. `write` then writes the copy, on the thread of this
-        object. Nobody may change the tensors before `await_copy` returns."""
+        object. The caller must call `await_copy` before it changes the tensors."""
         self._own, self._write = own_part(state), write
         self._taken = _event_after_kernels(self._own)
         self._error: Exception | None = None
@@ -47,9 +47,11 @@ class Saving:
         """Return whether all files are written, at the latest after `wait_s` seconds. Raises the error of the copy or
         of a file."""
         self._thread.join(wait_s)
+        if self._thread.is_alive():
+            return False
         if self._error is not None:
             raise self._error
-        return not self._thread.is_alive()
+        return True
 
     def _run(self) -> None:
         try:
@@ -73,14 +75,14 @@ def _in_main_memory(own: dict[str, Any], taken: torch.cuda.Event | None) -> dict
         tick()
         return value.to("cpu", copy=True)
 
-    device = _cuda_device(own)
-    if device is None or taken is None:
+    if taken is None:
         found: dict[str, Any] = tree_map(copy, own)
         return found
+    device = _cuda_device(own)  # a new thread begins on the first device
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_event(taken)
-    with torch.cuda.device(device), torch.cuda.stream(stream):  # a new thread begins on the first device
-        copied: dict[str, Any] = tree_map(copy, own)  # each tensor is waited for
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        copied: dict[str, Any] = tree_map(copy, own)  # waits for each tensor
     return copied
 
 

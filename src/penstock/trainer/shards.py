@@ -90,8 +90,8 @@ def load_parameters(module: Module, weights: Mapping[str, Tensor | Saved]) -> No
 
 
 def own_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what this rank holds of a state, with the same memory: the rows of sharded tensors, and all else. Modules
-    may move to another device afterwards."""
+    """Return this rank's part of a state: its rows of sharded tensors, and everything else. The tensors share the
+    memory of the state. They keep it if a module moves to another device later."""
 
     def part(value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -144,8 +144,8 @@ def read_state(directory: Path, name: str) -> dict[str, Any]:
 
 
 def joined(weights: Mapping[str, Tensor | Saved], file: Path) -> dict[str, Tensor]:
-    """Return whole tensors whose memory is the new `file`, so that all of them together need not fit into memory.
-    Raises OSError on a full disk."""
+    """Return whole tensors. Their memory is the new `file`, so main memory needs no room for all of them. Raises
+    OSError on a full disk."""
     sizes = [(math.prod(each.shape), _dtype(each)) for each in weights.values()]
     num_bytes = [-(-number * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES for number, dtype in sizes]
     with file.open("wb") as opened:
