@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from penstock.compat import openai_wire as wire
 from penstock.compat.openai import OpenAI
@@ -129,7 +129,7 @@ class AnthropicMessages:
             usage={"input_tokens": len(prompts[0].prompt_ids), "output_tokens": 0},
         )
         if body.stream:
-            return StreamingResponse(self._stream(prompts, form, head), media_type="text/event-stream")
+            return http.EventStream(self._stream(prompts, form, head))
         (answer,) = await self._chats.give(request, prompts)
         (segment,) = answer.segments
         choice = form.choice(0, answer, segment)

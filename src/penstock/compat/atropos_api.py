@@ -214,7 +214,7 @@ class Atropos:
     async def _scored_data(self, request: Request) -> Response:
         """Push a group. The answer comes when a lease has taken the group or the run has rejected it as too stale."""
         body = await _read_group_body(request)
-        for refusal in await unless_disconnected(request, self._push_all([(parse(body), body)])):
+        for refusal in await unless_disconnected(request.receive, self._push_all([(parse(body), body)])):
             raise refusal
         return answer({"status": "received"})
 
@@ -227,7 +227,7 @@ class Atropos:
         if len(documents) > MAX_OFFERS:
             raise Refused(413, f"the list has {len(documents)} groups: push at most {MAX_OFFERS} at once")
         pushes = [(document, json.dumps(document).encode()) for document in documents]
-        refused = await unless_disconnected(request, self._push_all(pushes))
+        refused = await unless_disconnected(request.receive, self._push_all(pushes))
         if len(refused) == len(documents):
             raise refused[0]
         num_taken = len(documents) - len(refused)

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from penstock.compat import openai_wire as wire
 from penstock.compat.openai_errors import NoSuchModel, error_reply, refuse
@@ -168,7 +168,7 @@ class OpenAI:
 
     async def give(self, request: Request, prompts: Sequence[PromptRequest]) -> list[Answer]:
         """Return the answers. Generation ends if the client leaves."""
-        return await http.unless_disconnected(request, self._answers.give(prompts))
+        return await http.unless_disconnected(request.receive, self._answers.give(prompts))
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a prompt or of a conversation."""
@@ -229,8 +229,7 @@ class OpenAI:
         head = {"id": f"{form.prefix}-{prompts[0].rid}", "created": int(time.time()), "model": self._model_name}
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
-            stream = self._stream(prompts, head, form, with_usage=with_usage)
-            return StreamingResponse(stream, media_type="text/event-stream")
+            return http.EventStream(self._stream(prompts, head, form, with_usage=with_usage))
         answers = await self.give(request, prompts)
         pairs = [(each, segment) for each in answers for segment in each.segments]
         choices = [form.choice(index, *pair) for index, pair in enumerate(pairs)]

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from penstock.compat import openai_wire as wire
 from penstock.compat.openai import OpenAI
@@ -100,7 +100,7 @@ class OpenAIResponses:
         prompts = await self._chats.requests_of(generate, form)
         state, num_prompt = self._state(body), len(prompts[0].prompt_ids)
         if body.stream:
-            return StreamingResponse(self._stream(prompts, form, state), media_type="text/event-stream")
+            return http.EventStream(self._stream(prompts, form, state))
         (answer,) = await self._chats.give(request, prompts)
         (segment,) = answer.segments
         choice = form.choice(0, answer, segment)

@@ -94,6 +94,8 @@ class Said(NamedTuple):
     turn: int
     messages: Sequence[Message]
     settings: Mapping[str, Any]
+    is_text: bool
+    """Whether the content of its answer is all text of its tokens: it has no thought and no call."""
 
 
 class Asked(NamedTuple):
@@ -172,9 +174,9 @@ class Conversation:
 
     def _has_drifted(self, said: Said, answer: Message) -> bool:
         """Return whether a recorded answer, as the agent sends it back, tokenises differently from its tokens."""
+        if not said.is_text:
+            return False
         token_ids = self._episode.turns[said.turn].token_ids
-        if said.messages[-1]["content"] != self._chat.decode(token_ids):
-            return False  # the message is not the text of the answer
         shown = self._chat.encode_answer(answer.get("content") or "")
         return shown != [token for token in token_ids if token not in self._chat.eos_ids]
 
@@ -275,7 +277,8 @@ class Conversation:
         if asked is not None:
             message = self._message(given_ids, answer.token_ids, asked)
             shared = () if asked.repeated is None else asked.repeated.messages  # kept once, however often it is sent
-            said = Said(turn, [*shared, *asked.messages[len(shared) :], message], asked.settings)
+            messages, is_text = [*shared, *asked.messages[len(shared) :], message], message["content"] == episode.text
+            said = Said(turn, messages, asked.settings, is_text)
             insort(self._said, said, key=lambda each: len(each.messages))
         return Answered(turn, answer)
 

@@ -463,7 +463,7 @@ class EnvManager:
             episode.rewarding_s += now() - started
 
     async def _next_grant(self, episode: Episode, *, unfinished: bool) -> SegmentGrant:
-        with answering([episode]):
+        with episode.answering:
             return await self._grants.request(
                 episode.trajectory(), unfinished=unfinished, num_tokens=episode.num_tokens
             )
@@ -471,7 +471,7 @@ class EnvManager:
     async def _generate(self, turn: OpenTurn, grant: SegmentGrant) -> Segment:
         episode, grants = turn.episode, [turn.within_budget(grant)]
         seeds = [turn.sampling_seed]  # the engine mixes in the position: a cut does not change the samples
-        with answering([episode]):
+        with episode.answering:
             async with spending([episode], turn, **ANSWER):
                 (segment,) = await self._policy.generate(turn.context, grants, episode.sampling, seeds)
         return segment

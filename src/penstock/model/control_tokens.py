@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
+import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from penstock.model.chat_template import ChatTemplate
@@ -40,6 +41,9 @@ ANSWERED = re.compile(
 )
 """Control tokens that an answer may spell, if they are not marked as special: those around thoughts and calls of tools.
 Answers have them in all well-known families of models. Every other one stays text there too."""
+
+MOST_REMEMBERED, MAX_REMEMBERED_BYTES = 256, 65_536
+"""How many settings are remembered, and the most bytes of one."""
 
 LONGEST, MOST_PARTS = 256, 200_000_000
 """Characters of the longest control token, and the sum of the third powers of all lengths: the characters of all parts
@@ -85,19 +89,29 @@ class ControlTokens:
         self._tokenizer = tokenizer
         normalizes = any(added[number].normalized for number in self._tokens)
         self._normalizer = tokenizer.normalizer if normalizes else None
+        self._harmless: set[bytes | None] = set()
+        """Settings of templates, as JSON, that were found to spell no control token. Most requests repeat them."""
 
     def disguised(self, messages: Sequence[Message], settings: Message) -> tuple[Sequence[Message], Message, Real]:
         """Return a conversation with disguised text, and the characters behind it; the conversation itself and no
         characters if no text might spell a control token. Where the template rearranges strings, any text might."""
         found: list[str] = []
-        conversation(
-            messages, settings, Strings(self._keys, self._finder(self._all, found), self._finder(self._unspoken, found))
-        )
+        searching = Strings(self._keys, self._finder(self._all, found), self._finder(self._unspoken, found))
+        described = _as_json(settings)
+        conversation(messages, {} if described in self._harmless else settings, searching)
         if not found:
+            self._remember(described)
             return messages, settings, {}
         disguise = Disguise()
         strings = Strings(self._keys, partial(self._text, disguise), partial(self._answer, disguise))
         return *conversation(messages, settings, strings), disguise.real
+
+    def _remember(self, described: bytes | None) -> None:
+        """Note that these settings are harmless."""
+        if described is not None and described not in self._harmless and len(described) <= MAX_REMEMBERED_BYTES:
+            if len(self._harmless) >= MOST_REMEMBERED:
+                self._harmless.clear()
+            self._harmless.add(described)
 
     def disguised_answer(self, text: str) -> tuple[str, Real]:
         """Return the text of an answer, disguised if it might spell a token that is not for answers, and the characters
@@ -182,6 +196,14 @@ class ControlTokens:
     @cached_property
     def _prefix(self) -> str:
         return secrets.token_hex(16)
+
+
+def _as_json(settings: Message) -> bytes | None:
+    """Return the settings as JSON; None if they have no such form."""
+    try:
+        return msgspec.json.encode(settings)
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def _is_pair_in(source: str, tag: str) -> bool:

@@ -178,11 +178,12 @@ async def auth_proxy(
 
     async def forward(request: Request) -> Response:
         body = b"" if request.method == "GET" else await read_bytes(request, max_bytes=MAX_BODY_BYTES)
-        return await unless_disconnected(request, _answer(session, engine, request.scope["path"], request, body))
+        work = _answer(session, engine, request.scope["path"], request, body)
+        return await unless_disconnected(request.receive, work)
 
     async def health(request: Request) -> Response:
         asked = Request({**request.scope, "query_string": b""})
-        answer = await unless_disconnected(request, _answer(session, engine, health_path, asked, b""))
+        answer = await unless_disconnected(request.receive, _answer(session, engine, health_path, asked, b""))
         return Response(status_code=answer.status_code)
 
     # A public route has no POST, because it must not keep a body (`App`).

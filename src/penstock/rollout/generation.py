@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from penstock.rollout import bodies, convert, http
 from penstock.rollout.convert import Answer, GrowingSample, PromptRequest, write_replies
@@ -117,8 +117,8 @@ class Generation:
         prompts = convert.read_requests(body, self._tokenizer)
         self._answers.check(prompts)
         if body.stream:
-            return StreamingResponse(self._stream(prompts, started), media_type="text/event-stream")
-        answers = await http.unless_disconnected(request, self._answers.give(prompts))
+            return http.EventStream(self._stream(prompts, started))
+        answers = await http.unless_disconnected(request.receive, self._answers.give(prompts))
         latency_s = time.perf_counter() - started
         replies = [reply for each in answers for reply in write_replies(each, self._tokenizer, latency_s=latency_s)]
         response = http.answer(replies if len(replies) > 1 or convert.is_batch(body) else replies[0])

@@ -112,6 +112,9 @@ class AnswersOnly:
 
 async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results of concurrent calls. The first failure cancels the other calls and is raised."""
+    calls = [*calls]
+    if len(calls) == 1:  # needs no task of its own
+        return [await calls[0]]
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]

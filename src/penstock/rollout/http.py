@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from penstock.deadline import Stalled, deadline
 from penstock.ports.inference import WeightsOutOfReach
@@ -144,16 +146,27 @@ async def not_found(request: Request) -> Response:
     raise Refused(404, f"the path {request.scope['path']} does not exist on this server")
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+class EventStream(StreamingResponse):
+    """Server-sent events. The stream ends when its client disconnects."""
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientDisconnect):
+            await unless_disconnected(receive, self.stream_response(send))
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`. Cancel `work` and raise ClientDisconnect if the client disconnects.
 
-    The body must be read before, so that only the disconnect message can still arrive."""
+    `receive` belongs to the request. Its body must be read before, so that only the disconnect message can still
+    arrive."""
     caller, left = asyncio.current_task(), False
     assert caller is not None
 
     async def watch() -> None:
         nonlocal left
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
         left = True
         caller.cancel()

@@ -55,8 +55,10 @@ class PromptText:
             self.check(*parts)
             return render()
 
-        is_short = self._renders_inline and not has_more_characters(parts, INLINE_CHARACTERS)
-        return checked() if is_short else await in_text_thread(checked, waiter=WAITER)
+        short = min(INLINE_CHARACTERS, self._max_characters)
+        if self._renders_inline and not has_more_characters(parts, short):
+            return render()
+        return await in_text_thread(checked, waiter=WAITER)
 
     def check(self, *parts: object) -> None:
         """Raise `ContextExceeded` for a conversation of `parts` that is too long."""

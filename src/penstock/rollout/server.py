@@ -155,7 +155,7 @@ class RolloutServer:
         """Serve the staged weights. With `drain`, the wait for running samples ends if the client disconnects."""
         body = await http.read_body(request, bodies.CommitBody)
         update = self.update.commit(body.policy_version, mode=body.mode, fingerprint=body.fingerprint)
-        served = await (http.unless_disconnected(request, update) if body.mode == "drain" else update)
+        served = await (http.unless_disconnected(request.receive, update) if body.mode == "drain" else update)
         return _answer_weights("committed", served)
 
     async def forget_weights(self, request: Request) -> Response:

@@ -324,19 +324,22 @@ class Servers:
             server.probing = False
 
     async def _choose_server(self, episode: EpisodeId, tried: Sequence[ServerState]) -> ServerState:
-        with warn_if_stalled(ALL_LOST_S, waiter=str(episode), resource="a server that serves", holder=self._names):
-            while True:
-                left = [server for server in self._servers if server not in tried]
-                usable = [server for server in left if server.lost_at is None or await self._is_back(server)]
-                if usable or tried:
-                    break
-                await asyncio.sleep(POLL_S)
+        usable = await self._usable(tried)
+        if not usable and not tried:
+            with warn_if_stalled(ALL_LOST_S, waiter=str(episode), resource="a server that serves", holder=self._names):
+                while not usable:
+                    await asyncio.sleep(POLL_S)
+                    usable = await self._usable(tried)
         now = asyncio.get_running_loop().time()
         generating = [s for s in usable if not s.idle.num_failed or (s.idle.is_due(now) and not s.load)]
-        usable = generating or usable or left
+        usable = generating or usable or [server for server in self._servers if server not in tried]
         least = min(usable, key=lambda server: server.load)
         last = self._last_server.get(episode)
         return last if last in usable and last.load <= least.load + LOAD_SLACK else least
+
+    async def _usable(self, tried: Sequence[ServerState]) -> list[ServerState]:
+        left = [server for server in self._servers if server not in tried]
+        return [server for server in left if server.lost_at is None or await self._is_back(server)]
 
     def _names(self) -> str:
         return ", ".join(server.client.url for server in self._servers) or "no server: the run has none"

@@ -80,6 +80,7 @@ class HttpServer(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
+                proxy_headers=False,
                 timeout_keep_alive=IDLE_S,
                 timeout_graceful_shutdown=END_S,
             )
