@@ -16,7 +16,6 @@ import asyncio
 import json
 import secrets
 import threading
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -25,6 +24,7 @@ from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
@@ -290,7 +290,7 @@ class Session(AnswersOnly):
 
 
 def _digest(token_ids: Sequence[int]) -> bytes:
-    return sha256(array("q", token_ids)).digest()
+    return sha256(msgspec.msgpack.encode(token_ids)).digest()
 
 
 def _telling(send: Send, refused: Callable[[Mapping[str, Any]], None]) -> Send:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+
+import msgspec
 
 from penstock.sendable import encodable
 
@@ -208,7 +209,7 @@ def call_ids(form: AnswerFormat, prompt_ids: Sequence[int], token_ids: Sequence[
     """Return names for the calls of an answer, always the same ones. Mistral's templates demand nine characters."""
     if not count:
         return []
-    said = sha256(array("q", [len(prompt_ids), *prompt_ids, *token_ids])).hexdigest()
+    said = sha256(msgspec.msgpack.encode((prompt_ids, token_ids))).hexdigest()
     digests = (sha256(f"{said} {number}".encode()).hexdigest() for number in range(count))
     is_short = form.tools is not None and form.tools.name == "mistral"
     return [digest[:9] if is_short else f"call_{digest[:24]}" for digest in digests]
