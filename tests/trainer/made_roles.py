@@ -39,7 +39,7 @@ class AllRoles:
         """`settings`: of the learner alone."""
         self._config, self._ranks = config, ranks or Ranks()
         common = {"max_staleness": max_staleness, "ranks": ranks, "compute_dtype": compute_dtype}
-        self._reference = Reference(make_model(), config, **common) if config.objective.kl_coef else None
+        self._reference = Reference(make_model(), config, **common) if "reference" in config.roles else None
         self._critic = Critic(make_model(), config, **common) if config.critic is not None else None
         self.learner = Learner(make_model(), config, **common, **settings)
         self._all = [role for role in (self.learner, self._critic, self._reference) if role is not None]

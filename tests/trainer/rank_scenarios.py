@@ -45,7 +45,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Of the trainer, by scenario."""
 ALL_ROLES = {"critic": {"learning_rate": 1e-3}, "objective": {"kl_coef": 0.1}}
-SAVED = ("critic", "copies", "lora")
+SAVED = ("critic", "copies", "lora_copies")
+ROUNDED = ("all_roles", "lora_copies")
+"""Which also compute in bfloat16."""
 FEW = ("decay",)
 """What more than two ranks do: they share cores here."""
 STRATEGIES = ("ddp", "fsdp")
@@ -141,12 +143,17 @@ def scenario(ranks: Ranks, model_dir: Path, name: str, strategy: str, *, in_turn
     return {"metrics": metrics, "weights": learner.named_weights()}
 
 
-def rounded(ranks: Ranks, model_dir: Path, strategy: str) -> dict[str, Any]:
-    """A step that computes in bfloat16, in all roles and with logits in chunks; the weights stay float32."""
-    learner = make_learner(ranks, model_dir, "all_roles", strategy, compute_dtype=torch.bfloat16)
+def rounded(ranks: Ranks, model_dir: Path, name: str, strategy: str) -> dict[str, Any]:
+    """Steps that compute in bfloat16, with logits in chunks. Trained weights are float32."""
+    learner = make_learner(ranks, model_dir, name, strategy, compute_dtype=torch.bfloat16)
     with as_configured("chunked"):
-        (metrics,) = train(learner, ranks, steps=1)
-    return {"metrics": metrics, "dtypes": {weight.dtype for weight in learner.named_weights().values()}}
+        metrics = train(learner, ranks, steps=1 if name == "all_roles" else 2, lagging="copies" in name)[-1]
+    trained = {parameter.dtype for parameter in learner.learner.model.parameters() if parameter.requires_grad}
+    return {
+        "metrics": metrics,
+        "served": {weight.dtype for weight in learner.named_weights().values()},
+        "trained": trained,
+    }
 
 
 def saved(ranks: Ranks, model_dir: Path, directory: Path, name: str, strategy: str) -> dict[str, Any]:
@@ -222,7 +229,8 @@ def every(ranks: Ranks, model_dir: Path, out: Path) -> dict[str, Callable[[], di
                 ranks, model_dir, n, s, in_turns=True
             )
         found[f"{strategy}/poisoned"] = lambda s=strategy: poisoned(ranks, model_dir, s)
-        found[f"{strategy}/rounded"] = lambda s=strategy: rounded(ranks, model_dir, s)
+        for name in ROUNDED:
+            found[f"{strategy}/rounded_{name}"] = lambda n=name, s=strategy: rounded(ranks, model_dir, n, s)
         for name in saved_of(ranks.size):
             directory = out / f"saved_{strategy}_{name}_{ranks.size}"
             found[f"{strategy}/saved/{name}"] = lambda d=directory, n=name, s=strategy: saved(ranks, model_dir, d, n, s)

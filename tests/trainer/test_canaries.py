@@ -88,10 +88,12 @@ def test_a_wrong_tokenizer(make_model: Callable[[], PreTrainedModel], samples: l
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.1])
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
 def test_a_policy_that_only_ever_trains_the_version_before_compares_with_a_copy_of_it(
-    make_model: Callable[[], PreTrainedModel], samples: list[Sample], shift: float
+    make_model: Callable[[], PreTrainedModel], samples: list[Sample], lora: dict[str, int] | None, shift: float
 ) -> None:
-    learner = Learner(make_model(), TrainerConfig(canaries=CanaryConfig(parity_every=2)), max_staleness=1)
+    config = {"learning_rate": 1e-2, "warmup_steps": 0, "canaries": {"parity_every": 2}, "lora": lora}
+    learner = Learner(make_model(), TrainerConfig.model_validate(config), max_staleness=1)
     sampled: list[Sample] = []
     found = []
     for version in range(6):

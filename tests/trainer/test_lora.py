@@ -6,16 +6,18 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from made_roles import ENOUGH_S
 from transformers import PreTrainedModel
 
-from penstock.config import ConfigError, TrainerConfig
+from penstock.config import Config, ConfigError, TrainerConfig
 from penstock.model.load_policy import load_policy
 from penstock.samples import Sample
 from penstock.trainer.learner import Learner
 from penstock.trainer.prepare import prepare
+from penstock.trainer.reference import Reference
 
 pytest.importorskip("peft")
 
@@ -50,13 +52,78 @@ def test_the_served_weights_are_those_of_the_trained_policy(make_model: MakeMode
         torch.testing.assert_close(plain(input_ids=ids).logits, adapted(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_a_snapshot_is_the_adapted_policy(make_model: MakeModel, samples: list[Sample]) -> None:
+def test_a_snapshot_is_the_policy_at_its_last_renewal(make_model: MakeModel, samples: list[Sample]) -> None:
     objective = {"name": "decoupled", "proximal": "snapshot", "proximal_every": 2}
-    config = TrainerConfig.model_validate({"lora": {"rank": 4}, "objective": objective})
+    config = TrainerConfig.model_validate({"learning_rate": 1e-2, "lora": {"rank": 4}, "objective": objective})
     trained = Learner(make_model(), config, max_staleness=10)
+    ids = torch.tensor([[5, 6, 7, 8]])
     train(trained, samples, 2)
-    (proximal,) = [copy for role, copy in trained.state_dict()["criterion"].items() if role == "proximal"]
-    assert all(torch.allclose(proximal[name], weight) for name, weight in trained.named_weights().items())
+    then = trained.model(input_ids=ids).logits
+    train(trained, samples, 1)
+    now = trained.model(input_ids=ids).logits
+    snapshot = trained._criterion._proximal
+    assert snapshot is not None and not torch.allclose(then, now, atol=1e-3)
+    with torch.no_grad():
+        with snapshot.placed() as model:
+            assert torch.equal(model(input_ids=ids).logits, then)
+        assert torch.equal(trained.model(input_ids=ids).logits, now)
+    saved = trained.state_dict()["criterion"]["proximal"]
+    assert saved and all(".lora_" in name for name in saved)
+
+
+def test_passes_of_copies_leave_the_gradient_as_it_is(make_model: MakeModel, samples: list[Sample]) -> None:
+    """They come between the forward and the backward pass of the policy, on the same weights."""
+    found = []
+    for every in (None, 1):
+        settings = {"learning_rate": 1e-2, "lora": {"rank": 4}, "canaries": {"parity_every": every}}
+        torch.manual_seed(0)  # adapters begin at random
+        trained = Learner(make_model(), TrainerConfig.model_validate(settings), max_staleness=9, policy_version=1)
+        compared = []
+        for _ in range(3):
+            train(trained, samples, 1)
+            compared.append(trained._criterion._parity.copy is not None)
+        assert compared == [every is not None] * 3
+        found.append(trained.named_weights())
+    assert all(torch.equal(found[0][name], weight) for name, weight in found[1].items())
+
+
+def test_the_reference_is_the_policy_without_adapters(make_model: MakeModel, samples: list[Sample]) -> None:
+    settings = {"learning_rate": 1e-2, "objective": {"kl_coef": 0.5}}
+    adapted = TrainerConfig.model_validate(settings | {"lora": {"rank": 4}})
+    assert adapted.roles == ["actor"]
+    with pytest.raises(ValueError, match=r"there is none: with trainer\.lora it is the policy without its adapters"):
+        Config.model_validate({"trainer": settings | {"lora": {"rank": 4}, "split": ["reference"]}})
+    trained = Learner(make_model(), adapted, max_staleness=9)
+    batch = prepare(samples)[0]
+    train(trained, samples, 2)
+    whole = TrainerConfig.model_validate(settings)
+    references = [Reference(model, whole, max_staleness=9) for model in (make_model(), trained.model)]
+    old, new = (reference.logprobs(batch, 2)["reference"] for reference in references)
+    for parameter in trained._parameters:
+        parameter.requires_grad_(True)  # as a reference, the model was frozen
+    differences = np.concatenate([before - after for before, after in zip(old, new, strict=True)])
+    in_loss = np.concatenate(batch["loss_mask"]).astype(bool)
+    k3 = np.expm1(differences[in_loss]) - differences[in_loss]
+    trained.accumulate(batch)
+    gradient = [parameter.grad.clone() for parameter in trained._parameters if parameter.grad is not None]
+    assert len(gradient) == len(trained._parameters) and any(each.any() for each in gradient)
+    assert trained.step().metrics["kl_reference"] == pytest.approx(float(k3.mean()), rel=1e-4)
+    assert k3.mean() > 1e-5
+
+
+def test_the_base_has_the_dtype_of_the_passes(make_model: MakeModel, samples: list[Sample]) -> None:
+    """It is served with the adapters added in float32, and rounded once."""
+    config = TrainerConfig.model_validate({"learning_rate": 1e-2, "lora": {"rank": 4}})
+    trained = Learner(make_model(), config, max_staleness=9, compute_dtype=torch.bfloat16)
+    train(trained, samples, 2)
+    dtypes = {(".lora_" in name, each.dtype) for name, each in trained.model.named_parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+    states = [value for state in trained._optimizer.state.values() for value in state.values() if value.dim()]
+    assert len(states) == 2 * len(trained._parameters) and {each.dtype for each in states} == {torch.float32}
+    name = "model.layers.0.self_attn.q_proj"
+    layer = trained.model.get_submodule(name)
+    exact = layer.base_layer.weight.float() + layer.get_delta_weight("default").float()
+    assert torch.equal(trained.named_weights()[f"{name}.weight"], exact.bfloat16())
 
 
 def test_only_adapters_have_gradients(make_model: MakeModel, samples: list[Sample]) -> None:

@@ -12,7 +12,7 @@ from made_samples import make_sample
 from test_forward import SMALL, small_model
 from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from penstock.config import TrainerConfig
+from penstock.config import LoraConfig, TrainerConfig
 from penstock.samples import Sample
 from penstock.trainer.learner import Learner
 from penstock.trainer.memory import LiveBytes, Pass, learner_bytes, pass_bytes, sizes
@@ -32,9 +32,12 @@ def samples(number: int, length: int) -> list[Sample]:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["whole", "lora"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_what_is_planned_is_what_a_learner_makes(architecture: Any, checkpointed: bool) -> None:
-    trainer = TrainerConfig(tokens_per_microbatch=1024, activation_checkpointing=checkpointed)
+def test_what_is_planned_is_what_a_learner_makes(
+    architecture: Any, lora: LoraConfig | None, checkpointed: bool
+) -> None:
+    trainer = TrainerConfig(tokens_per_microbatch=1024, activation_checkpointing=checkpointed, lora=lora)
     planned = learner_bytes(
         architecture, trainer, longest=256, dtype=torch.float32, on_accelerator=False, roles=["actor"]
     )
@@ -45,11 +48,13 @@ def test_what_is_planned_is_what_a_learner_makes(architecture: Any, checkpointed
         learner.step()
     gc.collect()
     learner.accumulate(batch)  # its gradients stay
-    own = [*learner.model.parameters(), *(p.grad for p in learner.model.parameters())]
+    own = [*learner.model.parameters(), *(p.grad for p in learner.model.parameters() if p.grad is not None)]
     with LiveBytes(known=own) as live:
         learner.accumulate(batch)
     assert live.peak == pytest.approx(planned.one_pass, rel=0.1)
-    assert planned.states == 16 * sum(p.numel() for p in learner.model.parameters())
+    trained = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
+    base = sum(p.numel() for p in learner.model.parameters() if not p.requires_grad)
+    assert planned.states == 16 * trained + 4 * base
 
 
 def test_shards_need_less_and_recomputed_activations_too() -> None:
@@ -81,7 +86,7 @@ def test_a_pass_is_counted_without_its_memory() -> None:
 
 
 def test_roles_in_processes_of_their_own_have_their_own_states_alone() -> None:
-    trainer = TrainerConfig.model_validate({"critic": {}, "objective": {"kl_coef": 0.1}, "lora": {"rank": 2}})
+    trainer = TrainerConfig.model_validate({"critic": {}, "objective": {"kl_coef": 0.1}})
     needed = {
         role: learner_bytes(
             ARCHITECTURES["qwen3"], trainer, longest=64, dtype=torch.float32, on_accelerator=False, roles=[role]
@@ -91,7 +96,19 @@ def test_roles_in_processes_of_their_own_have_their_own_states_alone() -> None:
     weights = 4 * sizes(ARCHITECTURES["qwen3"], trainer).all
     assert (needed["critic"].states, needed["critic"].copies) == (0, 4 * weights)
     assert (needed["reference"].states, needed["reference"].copies) == (0, weights)
-    assert needed["actor"].states < 2 * weights and needed["actor"].copies == weights, "the copy for the parity check"
+    assert (needed["actor"].states, needed["actor"].copies) == (4 * weights, weights), "the copy for the parity check"
+
+
+def test_adapters_need_a_base_in_the_dtype_of_the_passes_and_no_copy_of_it() -> None:
+    objective = {"name": "decoupled", "proximal": "snapshot", "kl_coef": 0.1}
+    trainer = TrainerConfig.model_validate({"objective": objective, "lora": {"rank": 2}})
+    assert trainer.roles == ["actor"]
+    needed = learner_bytes(
+        ARCHITECTURES["qwen3"], trainer, longest=64, dtype=torch.bfloat16, on_accelerator=True, roles=trainer.roles
+    )
+    size = sizes(ARCHITECTURES["qwen3"], trainer)
+    assert needed.states == 2 * size.all + 16 * size.trained
+    assert needed.copies == 4 * size.trained, "adapters of the snapshot; those of the parity check are in main memory"
 
 
 def test_layers_without_experts_do_not_stand_for_those_with_experts() -> None:

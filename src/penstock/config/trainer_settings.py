@@ -60,8 +60,8 @@ class CanaryConfig(Section):
     which both used the same policy version."""
     parity_every: int | None = Field(20, ge=1)
     """Steps without a comparable token (all trained tokens come from older versions) before the learner keeps a copy of
-    the policy. It keeps the copy until samples from that version arrive. None saves the memory of the copy; the learner
-    then compares only when comparable tokens arrive."""
+    the trained weights, in main memory. It keeps the copy until samples from that version arrive. None saves the memory
+    of the copy; the learner then compares only when comparable tokens arrive."""
     min_ess: float = Field(0.2, ge=0, le=1)
     """Lowest normal effective sample size of the importance weights: (sum w)^2 / (N sum w^2) over a step's tokens. The
     learner raises an alarm when half of the latest 20 steps are below it."""
@@ -118,7 +118,9 @@ class CriticConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters. Only the adapters are trained; servers receive them merged into the weights."""
+    """Low-rank adapters. Only the adapters are trained, in float32; the other weights have the dtype of the passes
+    (`model.dtype`). Servers receive the adapters merged into the weights. The reference policy of `objective.kl_coef`
+    is the policy without its adapters."""
 
     rank: int = Field(16, ge=1)
     alpha: int = Field(32, ge=1)
@@ -268,7 +270,8 @@ class TrainerConfig(Section):
     @property
     def roles(self) -> list[str]:
         """Return the trainer roles that these settings need."""
-        needed = {"actor": True, "critic": self.critic is not None, "reference": self.objective.kl_coef > 0}
+        has_reference = self.objective.kl_coef > 0 and self.lora is None  # without its adapters, the policy is one
+        needed = {"actor": True, "critic": self.critic is not None, "reference": has_reference}
         return [role for role, is_needed in needed.items() if is_needed]
 
     def contradictions(self) -> Iterator[str]:
@@ -279,7 +282,11 @@ class TrainerConfig(Section):
             yield f"advantages {self.advantages.name} needs no critic: leave out one of the two"
         for role in self.split:
             if role not in self.roles:
-                setting = {"critic": "trainer.critic", "reference": "trainer.objective.kl_coef"}[role]
-                yield f"split names {role}, and there is none: set {setting}, or leave it out of split"
+                way = "set trainer.critic, or"
+                if role == "reference":
+                    is_policy = self.lora is not None and self.objective.kl_coef
+                    way = "with trainer.lora it is the policy without its adapters;" if is_policy else ""
+                    way = way or "set trainer.objective.kl_coef, or"
+                yield f"split names {role}, and there is none: {way} leave it out of split"
         if len(set(self.split)) != len(self.split):
             yield f"split names a role twice: {', '.join(self.split)}"

@@ -119,9 +119,9 @@ class Planner:
     def _fits(self, words: Sequence[str]) -> bool:
         try:
             config = changed(self._config, words)
-        except ValidationError:  # for example more ranks than a step has samples
+            needs = [*self._trainers(config), *self._servers(config)]
+        except (ValidationError, ConfigError):  # for example more ranks than a step has samples
             return False
-        needs = [*self._trainers(config), *self._servers(config)]
         return self._largest(config, needs, lambda need: need.total) <= self._capacity
 
     def _largest(self, config: Config, needs: Sequence[Need], size_of: Callable[[Need], int]) -> int:
@@ -152,7 +152,7 @@ class Planner:
             passing = f"a pass of {tokens:,} tokens"
             parts = {
                 "weights, gradients, moments" + (" (a shard)" if sharded else ""): found.states,
-                "copies: " + ", ".join(_copies(config, roles)): found.copies,
+                "copies: " + ", ".join(_copies(config, roles, on_cpu=self._device.type == "cpu")): found.copies,
                 "gathered layers": found.gathered,
                 passing: found.one_pass,
                 "the optimizer's step": max(found.optimizer_step - found.gathered - found.one_pass, 0),
@@ -221,14 +221,14 @@ def _halved(slots: int) -> Iterator[int]:
         slots //= 2
 
 
-def _copies(config: Config, roles: list[str]) -> Iterator[str]:
+def _copies(config: Config, roles: list[str], *, on_cpu: bool) -> Iterator[str]:
     if "reference" in roles:
         yield "reference"
     if "critic" in roles:
         yield "critic with its optimizer"
     if "actor" in roles and config.trainer.objective.proximal == "snapshot":
         yield "snapshot"
-    if "actor" in roles and config.trainer.canaries.parity_every is not None:
+    if "actor" in roles and config.trainer.canaries.parity_every is not None and on_cpu:  # else in main memory
         yield "parity check"
 
 

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from penstock.config import TrainerConfig
 from penstock.trainer.forward import Autocast, token_logprobs
-from penstock.trainer.lora import merged_weights
+from penstock.trainer.lora import without_adapters
 from penstock.trainer.losses.objective import OBJECTIVES, Tokens
 from penstock.trainer.losses.parts import kl_k3, mastered, ratio, sequence_ratio, shares
 from penstock.trainer.packing import MicroBatch
-from penstock.trainer.shards import load_parameters
+from penstock.trainer.policy_copy import AwaitCopy, ParityCopy, PolicyCopy, snapshot_of
 from penstock.trainer.strategy import Strategy
 
 SAMPLE_WEIGHT_CAP = 2.0
@@ -29,11 +30,11 @@ class Parity:
     time to time, a copy of the published policy until samples of that version arrive.
     """
 
-    def __init__(self, model: PreTrainedModel, strategy: Strategy, *, every: int | None, max_staleness: int) -> None:
+    def __init__(self, model: PreTrainedModel, await_copy: AwaitCopy, *, every: int | None, max_staleness: int) -> None:
         """`every`: number of steps without a comparable token after which a copy is made; None: never."""
-        self._model, self._strategy = model, strategy
+        self._model, self._await_copy = model, await_copy
         self._every, self._max_staleness = every, max_staleness
-        self.copy: PreTrainedModel | None = None
+        self.copy: ParityCopy | None = None
         """Copy of the policy at version `_copied`; None while the policy itself is compared."""
         self._copied = self._num_quiet = 0
 
@@ -51,7 +52,7 @@ class Parity:
         if self.copy is not None and (num_compared or policy_version - self._copied > self._max_staleness):
             self.copy, self._num_quiet = None, 0
         if self.copy is None and self._every is not None and self._num_quiet >= self._every:
-            self.copy, self._copied = self._strategy.copied(self._model), policy_version
+            self.copy, self._copied = ParityCopy(self._model, self._await_copy), policy_version
 
 
 class Criterion:
@@ -67,14 +68,15 @@ class Criterion:
         *,
         strategy: Strategy,
         autocast: Autocast,
+        await_copy: AwaitCopy,
         max_staleness: int,
     ) -> None:
-        """`autocast`: makes the context of forward passes. `max_staleness`: largest number of versions between sampling
-        and training."""
-        self._model, self._config = model, config.objective
+        """`model` is placed. `autocast`: makes the context of forward passes. `max_staleness`: largest number of
+        versions between sampling and training."""
+        self._model, self._config, self._has_adapters = model, config.objective, config.lora is not None
         self._autocast, self._strategy = autocast, strategy
-        self._proximal = strategy.copied(model) if self._config.proximal == "snapshot" else None
-        self._parity = Parity(model, strategy, every=config.canaries.parity_every, max_staleness=max_staleness)
+        self._proximal = snapshot_of(model, strategy, await_copy) if self._config.proximal == "snapshot" else None
+        self._parity = Parity(model, await_copy, every=config.canaries.parity_every, max_staleness=max_staleness)
 
     def rows(
         self,
@@ -86,7 +88,7 @@ class Criterion:
         staleness: Tensor,  # [N], versions
         comparable: Tensor,  # [N], whether `compared_version` sampled all tokens of the sample up to this one
         compares: bool,  # whether any token is comparable
-        reference: Tensor | None = None,  # [N], the reference policy's log-probabilities
+        reference: Tensor | None = None,  # [N], its log-probabilities, unless it is the policy without adapters
     ) -> dict[str, Tensor]:
         """Return the values of each name in `statistics.SUMS`, [N].
 
@@ -103,6 +105,9 @@ class Criterion:
         is_mastered = kl = torch.zeros_like(entropy)
         if config.mastered is not None:
             is_mastered = mastered(logprobs, entropy, advantages, samples, config.mastered)
+        if config.kl_coef and self._has_adapters:
+            with without_adapters(self._model):
+                reference = self._evaluated(self._model, micro)
         if reference is not None:
             kl = kl_k3(logprobs, reference)
         # A forward pass of a sharded copy needs all ranks, even a rank without comparable tokens.
@@ -134,16 +139,16 @@ class Criterion:
         """
         self._parity.stepped(policy_version, num_compared=num_compared)
         if self._proximal is not None and num_steps % self._config.proximal_every == 0:
-            load_parameters(self._proximal, merged_weights(self._model))
+            self._proximal.renew()
 
     @property
-    def copies(self) -> list[PreTrainedModel]:
-        """Return the copies of the policy that exist now."""
-        return [copy for copy in (self._proximal, self._parity.copy) if copy is not None]
+    def copies(self) -> list[Module]:
+        """Return what copies of the policy keep on the device."""
+        return [] if self._proximal is None else [self._proximal.module]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the proximal copy's state, or nothing if the objective has no such copy."""
-        return {} if self._proximal is None else {"proximal": dict(self._proximal.named_parameters())}
+        return {} if self._proximal is None else {"proximal": self._proximal.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the saved proximal copy.
@@ -152,11 +157,15 @@ class Criterion:
         """
         self._parity.forget()
         if self._proximal is not None and "proximal" in state:
-            load_parameters(self._proximal, state["proximal"])
+            self._proximal.load_state_dict(state["proximal"])
 
-    def _logprobs(self, copy: PreTrainedModel | None, micro: MicroBatch) -> Tensor | None:
+    def _logprobs(self, copy: PolicyCopy | None, micro: MicroBatch) -> Tensor | None:
         """Return the log-probabilities of the micro-batch's trained tokens under a copy of the policy, [N]."""
         if copy is None:
             return None
+        with copy.placed() as model:
+            return self._evaluated(model, micro)
+
+    def _evaluated(self, model: PreTrainedModel, micro: MicroBatch) -> Tensor:
         with torch.no_grad(), self._autocast():
-            return token_logprobs(copy, micro)[0]
+            return token_logprobs(model, micro)[0]

@@ -123,16 +123,17 @@ class Learner(ModelRole):
 
     def _place(self, model: PreTrainedModel) -> None:
         config = self._config
+        if config.lora is not None:
+            attach(model, config.lora, self._compute_dtype)
+        self._strategy.place(model)
         self._criterion = Criterion(
             model,
             config,
             strategy=self._strategy,
             autocast=self._autocast,
+            await_copy=self._await_copy,
             max_staleness=self._max_staleness,
         )
-        if config.lora is not None:
-            attach(model, config.lora)
-        self._strategy.place(model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = adamw(self._parameters, weight_decay=config.weight_decay)
         self._optimizers = [self._optimizer]
@@ -172,7 +173,7 @@ class Learner(ModelRole):
             "staleness": masks.staleness,
             "comparable": comparable,
         }
-        if self._config.objective.kl_coef:
+        if "reference" in self._config.roles:
             columns["reference"] = flatten(batch["reference"], np.float32)
         with self.busy:
             for micro in self._passes.of(table):

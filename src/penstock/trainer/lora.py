@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -18,8 +20,8 @@ from penstock.trainer.shards import like
 ADAPTER = "default"
 
 
-def attach(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Freeze `model` and insert trainable adapters into its layers, in place.
+def attach(model: PreTrainedModel, config: LoraConfig, dtype: torch.dtype = torch.float32) -> None:
+    """Freeze `model`, with weights of `dtype`, and insert trainable float32 adapters into its layers, in place.
 
     Raises `ConfigError` if peft is missing, no layer matches the targets, or a target shares its weights.
     """
@@ -31,12 +33,17 @@ def attach(model: PreTrainedModel, config: LoraConfig) -> None:
     targets: Any = config.targets if config.targets == "all-linear" else list(config.targets)
     adapters = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
     model.requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     try:
         with warnings.catch_warnings():  # hide the warning about shared weights, which are refused below
             warnings.simplefilter("ignore", UserWarning)
             inject_adapter_in_model(adapters, model, adapter_name=ADAPTER)
     except ValueError as error:
         raise ConfigError(f"trainer.lora.targets {config.targets}: {error}") from None
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
     if (name := _shared(model)) is not None:
         raise ConfigError(f"trainer.lora.targets {config.targets}: {name} shares its weights with another layer")
 
@@ -44,6 +51,25 @@ def attach(model: PreTrainedModel, config: LoraConfig) -> None:
 def is_adapter(name: str) -> bool:
     """Return whether the parameter of this name belongs to an adapter."""
     return ".lora_" in name
+
+
+def has_adapters(model: PreTrainedModel) -> bool:
+    """Return whether `attach` was called for this model."""
+    return any(is_adapter(name) for name, _ in model.named_parameters())
+
+
+@contextmanager
+def without_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model compute without its adapters during the body, as it was when training began. The body may come
+    between a forward and a backward pass, so the adapters stay trainable, which peft's own switch does not leave."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def write_adapters(adapted: Mapping[str, Tensor], config: LoraConfig, directory: Path, *, base: str) -> None:
@@ -88,8 +114,9 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
         if module in layers:
             whole = parameter.detach()
             if attribute == "weight":
-                change = layers[module].get_delta_weight(ADAPTER).detach().to(whole.dtype)
-                whole = whole + (like(change, whole) if isinstance(change, DTensor) else change)
+                change = layers[module].get_delta_weight(ADAPTER).detach()
+                change = like(change, whole) if isinstance(change, DTensor) else change
+                whole = (whole + change).to(whole.dtype)
             merged[f"{module}.{attribute}"] = whole
         elif not is_adapter(name):
             merged[name] = parameter.detach()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import Linear
+from torch.nn import Module, Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -27,10 +27,11 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from penstock.config import TrainerConfig
+from penstock.config import LoraConfig, TrainerConfig
 from penstock.model.load_policy import OWN_CODE
 from penstock.trainer import output_layer, packed_attention
 from penstock.trainer.forward import recompute_activations, shares_prefixes, token_logprobs
+from penstock.trainer.lora import attach
 from penstock.trainer.packing import TokenTable, micro_batches
 from penstock.trainer.ranks import BUCKET_ELEMENTS
 from penstock.trainer.strategy import layers_of
@@ -118,17 +119,20 @@ class LearnerBytes:
 
 
 def sizes(architecture: Any, trainer: TrainerConfig) -> Sizes:
-    """Return the sizes of a model with this Transformers configuration."""
+    """Return the sizes of a model with this Transformers configuration. Raises `ConfigError` for adapters that it
+    cannot have."""
     model = _hollow(architecture)
     layers = layers_of(model)
     num_all = sum(p.numel() for p in model.parameters())
     in_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    if trainer.lora is not None:
+        attach(model, trainer.lora)
     return Sizes(
         num_layers=len(layers),
         all=num_all,
         layer=max(in_layers, default=0),
         outside=num_all - sum(in_layers),
-        trained=num_all if trainer.lora is None else _adapter_size(model, trainer.lora.rank, trainer.lora.targets),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
     )
 
 
@@ -141,6 +145,8 @@ class Pass:
     """Tokens of a sample."""
     dtype: torch.dtype
     """Of the computation."""
+    lora: str = ""
+    """Settings of the adapters, as JSON."""
     sharded: bool = False
     packs: bool = False
     """Whether samples are packed, if the model can do that."""
@@ -176,17 +182,15 @@ def learner_bytes(
     size = sizes(architecture, trainer)
     sharded = trainer.distributed.shards(ranks=trainer.ranks, num_parameters=size.all)
     parts = trainer.distributed.num_shards(ranks=trainer.ranks, num_parameters=size.all)
-    frozen = 0 if trainer.lora is None else size.all
+    base = 0 if trainer.lora is None else dtype.itemsize * size.all  # frozen weights have the dtype of the passes
     acts = "actor" in roles
     trained = size.trained if acts else size.all
-    states = (4 * MASTER_BYTES * size.trained + MASTER_BYTES * frozen) // parts if acts else 0
+    states = (4 * MASTER_BYTES * size.trained + base) // parts if acts else 0
     whole = MASTER_BYTES * size.all // parts
-    copies = whole * (
-        (acts and trainer.objective.proximal == "snapshot")
-        + (acts and trainer.canaries.parity_every is not None)
-        + ("reference" in roles)
-        + 4 * ("critic" in roles)
-    )
+    has_snapshot, has_parity = trainer.objective.proximal == "snapshot", trainer.canaries.parity_every is not None
+    copies = whole * (("reference" in roles) + 4 * ("critic" in roles))
+    if acts:
+        copies += (has_snapshot + (has_parity and not on_accelerator)) * MASTER_BYTES * size.trained // parts
     gathered = 0
     if sharded:  # two layers and the root are gathered, and the gradients of one unit are reduced in float32
         computed, unit = dtype.itemsize, max(size.layer, size.outside)
@@ -195,6 +199,7 @@ def learner_bytes(
         tokens=max(trainer.tokens_per_microbatch, longest),
         longest=longest,
         dtype=dtype,
+        lora="" if trainer.lora is None else trainer.lora.model_dump_json(),
         sharded=sharded,
         packs=sharded or on_accelerator,
         recomputed=trainer.activation_checkpointing,
@@ -204,9 +209,9 @@ def learner_bytes(
     if trainer.ranks > 1 and not sharded:
         optimizer_step = max(optimizer_step, MASTER_BYTES * min(trained, BUCKET_ELEMENTS))
     saved = whole * (("reference" in roles) + 3 * ("critic" in roles))
-    if acts:  # the policy and both moments, and with adapters what they change
-        saved += whole * (1 + (trainer.lora is not None) + (trainer.objective.proximal == "snapshot"))
-        saved += 2 * MASTER_BYTES * size.trained // parts
+    if acts:  # the policy, the snapshot and both moments; with adapters the merged policy and what they change
+        saved += whole if trainer.lora is None else 2 * base // parts
+        saved += (2 + has_snapshot) * MASTER_BYTES * size.trained // parts
     return LearnerBytes(
         states=states,
         copies=copies,
@@ -232,10 +237,14 @@ def _peak(architecture: Any, shape: Pass) -> int:
     output_layer.OutputLayer.of(hollow)
     table = _table(shape, vocab=int(architecture.get_text_config().vocab_size))
     share = not shape.sharded and not shape.recomputed and shares_prefixes(hollow)
+    in_dtype = shape.sharded or shape.lora or experts  # others are float32, and converted when they are used
+    weights = dtype if in_dtype else torch.float32
+    model = _hollow(architecture, weights)
+    if shape.lora:
+        attach(model, LoraConfig.model_validate_json(shape.lora), weights)
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        weights = dtype if shape.sharded or experts else torch.float32  # shards are gathered in the dtype of the pass
-        model: Any = AutoModelForCausalLM.from_config(architecture, dtype=weights, trust_remote_code=False).eval()
+        _give_memory(model)
         if experts:
             model.set_experts_implementation(EXPERTS)
         output_layer.same_as(model, hollow)
@@ -244,7 +253,7 @@ def _peak(architecture: Any, shape: Pass) -> int:
         if shape.recomputed:
             recompute_activations(model)
         known = [*model.parameters(), *model.buffers()]
-        for parameter in model.parameters():
+        for parameter in (each for each in model.parameters() if each.requires_grad):
             if shape.sharded:  # gradients leave for their shards
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
             else:
@@ -279,10 +288,23 @@ def _table(shape: Pass, vocab: int) -> TokenTable:
     return TokenTable.build(ids, np.ones(sum(lengths), dtype=np.bool_))
 
 
-def _hollow(architecture: Any) -> Any:
+def _hollow(architecture: Any, dtype: torch.dtype = torch.float32) -> Any:
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32, trust_remote_code=False)
+        made = AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=False)
     return made.eval()
+
+
+def _give_memory(model: Module) -> None:
+    """Replace all tensors of a model without weights by new ones on the CPU."""
+    made: dict[int, Parameter] = {}  # tied parameters stay tied
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                new = Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
+                part._parameters[name] = made.setdefault(id(parameter), new)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty_like(buffer, device="cpu")
 
 
 def _shortened(architecture: Any, num_layers: int) -> Any:
@@ -295,14 +317,4 @@ def _shortened(architecture: Any, num_layers: int) -> Any:
         if vars(text).get(name):
             setattr(text, name, sparse)
     text.num_hidden_layers = num_layers
-    return found
-
-
-def _adapter_size(model: Any, rank: int, targets: Any) -> int:
-    head = model.get_output_embeddings()
-    found = 0
-    for name, part in model.named_modules():
-        wanted = targets == "all-linear" or name.rpartition(".")[2] in targets
-        if isinstance(part, Linear) and part is not head and wanted:
-            found += rank * (part.in_features + part.out_features)
     return found

@@ -105,7 +105,7 @@ class ModelRole(ABC):
         """
         if self.is_trained and config.activation_checkpointing:
             recompute_activations(model)
-        self._config, self._ranks = config, ranks or Ranks()
+        self._config, self._ranks, self._compute_dtype = config, ranks or Ranks(), compute_dtype
         self._strategy = strategy_of(model, config, self._ranks, compute_dtype)
         self._device = self._strategy.device
         if config.compile:

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 
 from penstock.config import ConfigError, TrainerConfig
 from penstock.model.load_policy import without_weights
-from penstock.trainer.lora import merged_weights
 from penstock.trainer.packed_attention import pack
 from penstock.trainer.packing import MicroBatch, idle
 from penstock.trainer.ranks import Ranks
@@ -72,7 +71,7 @@ class Strategy:
         self.ranks.broadcast(trained, BROADCAST)
 
     def copied(self, policy: PreTrainedModel) -> PreTrainedModel:
-        """Return a placed and frozen copy of the present policy, with adapters merged or not."""
+        """Return a placed and frozen copy of the present policy, which has no adapters."""
         return copy.deepcopy(policy).requires_grad_(False).eval()
 
     def summed(self, parameters: Sequence[Parameter], *, in_place: bool) -> list[Tensor]:
@@ -131,7 +130,7 @@ class Sharded(Strategy):
 
     def copied(self, policy: PreTrainedModel) -> PreTrainedModel:
         made = copy.deepcopy(self._hollow)
-        self._load_sharded(made, merged_weights(policy))
+        self._load_sharded(made, {name: parameter.detach() for name, parameter in policy.named_parameters()})
         return made.requires_grad_(False).eval()
 
     def summed(self, parameters: Sequence[Parameter], *, in_place: bool) -> list[Tensor]:
