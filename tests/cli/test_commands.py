@@ -156,6 +156,8 @@ def test_dry_run_shows_the_source_of_tasks_that_fits_the_environment(
         ("model.path=/", 1, "no config.json"),
         ("env.name=singel_turn", 2, "single_turn"),
         ("env.reward=maths", 2, "did you mean math?"),
+        ("trainer={ranks: 4, distributed: {context_ranks: 3}}", 2, "context_ranks (3) does not divide ranks (4)"),
+        ("trainer={ranks: 3, distributed: {context_ranks: 3}}", 1, "the model has 4 heads of attention, with 2"),
         ("env.reward=nowhere.py:Reward", 2, "there is no"),
     ],
 )

@@ -45,6 +45,11 @@ class AllRoles:
         self._all = [role for role in (self.learner, self._critic, self._reference) if role is not None]
 
     @property
+    def num_sharing(self) -> int:
+        """How many ranks share their passes."""
+        return self._config.distributed.context_ranks
+
+    @property
     def policy_version(self) -> int:
         return self.learner.policy_version
 

@@ -42,13 +42,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpointing": True},
     "noise": {},
     "chunked": {},
+    "context": {"distributed": {"context_ranks": 2}, "activation_checkpointing": True},
+    "context_copies": {
+        "distributed": {"context_ranks": 2},
+        "critic": {"learning_rate": 1e-3},
+        "objective": COPIES,
+        "canaries": {"parity_every": 1},
+    },
+    "context_sequence": {"distributed": {"context_ranks": 4}, "objective": {"name": "gspo"}, "lora": {"rank": 4}},
 }
 """Of the trainer, by scenario."""
 ALL_ROLES = {"critic": {"learning_rate": 1e-3}, "objective": {"kl_coef": 0.1}}
 SAVED = ("critic", "copies", "lora_copies")
 ROUNDED = ("all_roles", "lora_copies")
 """Which also compute in bfloat16."""
-FEW = ("decay",)
+FEW = ("decay", "context", "context_sequence")
 """What more than two ranks do: they share cores here."""
 STRATEGIES = ("ddp", "fsdp")
 NUM_STEPS = 3
@@ -90,6 +98,7 @@ def make_learner(
         | SETTINGS.get(name, ALL_ROLES)
         | {"ranks": ranks.size, "distributed": {"strategy": "ddp" if strategy == "ddp" else "fsdp"}}
     )
+    settings["distributed"]["context_ranks"] = context_ranks(name, ranks)
     if strategy == "hsdp" and ranks.size > 2:
         settings["distributed"]["shard_ranks"] = 2
     return AllRoles(
@@ -105,15 +114,23 @@ def make_learner(
     )
 
 
-def part_of(batch: Batch, ranks: Ranks, work: Work, *, call: int) -> Batch:
-    """This rank's part: balanced; then all of it rank 0's; then all of it the last one's; and so on."""
+def context_ranks(name: str, ranks: Ranks) -> int:
+    """How many of the ranks share their passes."""
+    wanted = SETTINGS.get(name, {}).get("distributed", {}).get("context_ranks", 1)
+    return min(wanted, ranks.size)
+
+
+def part_of(batch: Batch, ranks: Ranks, work: Work, *, call: int, shared: int = 1) -> Batch:
+    """This rank's part: balanced; then all of it rank 0's; then all of it the last one's; and so on. `shared`: ranks
+    that share their passes, and so their part."""
+    index, size = ranks.index // shared, ranks.size // shared
     match call % 3:
         case 0:
-            return split_over_ranks(batch, ranks.size, work)[ranks.index]
+            return split_over_ranks(batch, size, work)[index]
         case 1:
-            return batch if ranks.is_first else batch.select([])
+            return batch if index == 0 else batch.select([])
         case _:
-            return batch if ranks.index == ranks.size - 1 else batch.select([])
+            return batch if index == size - 1 else batch.select([])
 
 
 def train(
@@ -129,7 +146,8 @@ def train(
             dataclasses.replace(s, versions=np.where(s.loss_mask, version, -1).astype(np.int32)) for s in five_groups()
         ]
         for call, part in enumerate((samples[:8], samples[8:])):
-            learner.accumulate(part_of(prepare(part, for_critic=True)[0], ranks, learner.work(), call=step + call))
+            batch = prepare(part, for_critic=True)[0]
+            learner.accumulate(part_of(batch, ranks, learner.work(), call=step + call, shared=learner.num_sharing))
         metrics.append(learner.step().metrics)
         if in_turns:
             learner.release()

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.trainer.context_parallel import Context
 from penstock.trainer.packing import MicroBatch, TokenTable, equal_passes, flatten, micro_batches
 
 CPU = torch.device("cpu")
@@ -61,6 +62,31 @@ def test_every_trained_token_is_predicted_once_from_its_own_past(
             assert context(micro, token) == table.token_ids[start : place + 1].tolist()
             seen.append(place)
     assert sorted(seen) == np.flatnonzero(table.trained).tolist()
+
+
+@given(samples=SAMPLES, max_tokens=st.sampled_from([16, 64]), size=st.integers(2, 4))
+def test_ranks_that_share_a_pass_have_all_of_it_together(
+    samples: list[tuple[int, list[bool]]], max_tokens: int, size: int
+) -> None:
+    table = table_of(samples)
+    alone = list(micro_batches(table, max_tokens, CPU, share_prefixes=False, pack=True))
+    contexts = [Context(size, index, group=None) for index in range(size)]  # type: ignore[arg-type]
+    parts = [list(micro_batches(table, max_tokens, CPU, share_prefixes=False, pack=True, context=c)) for c in contexts]
+    for whole, *shared in zip(alone, *parts, strict=True):
+        assert whole.boundaries is not None
+        num_tokens, width = whole.inputs.shape[1], shared[0].inputs.shape[1]
+        assert 0 <= size * width - num_tokens < size, "less padding than ranks"
+        together = torch.cat([part.inputs for part in shared], dim=1)
+        assert torch.equal(together[:, :num_tokens], whole.inputs)
+        positions = torch.cat([part.boundaries.positions for part in shared if part.boundaries], dim=1)
+        assert torch.equal(positions[:, :num_tokens], whole.boundaries.positions)
+        columns = torch.cat([part.columns + index * width for index, part in enumerate(shared)])
+        assert torch.equal(columns, whole.columns)
+        assert torch.equal(torch.cat([part.chosen for part in shared]), whole.chosen)
+        for part in shared:
+            assert part.tokens.tolist() == whole.tokens.tolist()
+            assert part.counts == tuple(len(each.columns) for each in shared)
+            assert part.boundaries is not None and sum(part.boundaries.lengths) == size * width
 
 
 def test_a_first_token_carries_no_loss() -> None:

@@ -18,7 +18,7 @@ from penstock.envs.rewards import dataset_rule
 from penstock.envs.rewards.reward import reads_in_sandbox
 from penstock.envs.rewards.reward_box import check_reward_box
 from penstock.model.chat import ChatTokenizer
-from penstock.model.files import check_no_code, has_weights, max_positions, num_parameters
+from penstock.model.files import attention_heads, check_no_code, has_weights, max_positions, num_parameters
 from penstock.processes.layout import slots_of
 from penstock.sandbox import SandboxUnavailable, confinement, select
 from penstock.scheduler.filters import FilterChain
@@ -43,6 +43,7 @@ def check(config: Config) -> None:
     if config.model.path != "tiny":
         check_model(Path(config.model.path))
         check_context(Path(config.model.path), config.model.max_context)
+    check_heads(config)
     if config.pipeline == "eval" and not config.validation_tasks:
         raise Refused("there are no tasks to evaluate: set data.eval_tasks or validation.tasks above 0")
     check_settings(config)
@@ -182,6 +183,15 @@ def check_context(directory: Path, max_context: int) -> None:
             f"model.max_context ({max_context}) exceeds the {longest} tokens that the model was made for (see "
             f"{directory / 'config.json'}): lower it, or extend the model there with rope_scaling"
         )
+
+
+def check_heads(config: Config) -> None:
+    """Check that the ranks can share the heads of the model, if they share passes. Raises `Refused`."""
+    tiny = config.model.tiny
+    own = config.model.path == "tiny"
+    heads = (tiny.num_heads, tiny.num_kv_heads) if own else attention_heads(Path(config.model.path))
+    if heads is not None and (fault := config.trainer.distributed.fault_of_heads(*heads)):
+        raise Refused(fault)
 
 
 def check_engine(engine: str, python: str) -> None:

@@ -16,6 +16,7 @@ from penstock.config.simulated_cluster import EngineModelConfig, SimulatorConfig
 from penstock.config.trainer_settings import (
     AdvantagesConfig,
     CanaryConfig,
+    DistributedConfig,
     LoraConfig,
     MasteredConfig,
     ObjectiveConfig,
@@ -35,5 +36,6 @@ __all__ += [
     "TriggerConfig",
 ]
 __all__ += ["EngineModelConfig", "SimulatorConfig", "TrainerModelConfig", "WorkloadConfig"]
-__all__ += ["AdvantagesConfig", "CanaryConfig", "LoraConfig", "MasteredConfig", "ObjectiveConfig", "TrainerConfig"]
+__all__ += ["AdvantagesConfig", "CanaryConfig", "DistributedConfig", "LoraConfig", "MasteredConfig", "ObjectiveConfig"]
+__all__ += ["TrainerConfig"]
 __all__ += ["Column", "DumpConfig", "default_config", "load_config", "parse_overrides"]

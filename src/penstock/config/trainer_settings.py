@@ -140,6 +140,10 @@ class DistributedConfig(Section):
     shard_ranks: int | None = Field(None, ge=2)
     """`fsdp`: number of ranks that share one copy of the model, for example those of a node. Several such groups hold
     equal shards, and only gradients travel between them (HSDP). If unset, all ranks share one copy."""
+    context_ranks: int = Field(1, ge=1)
+    """Number of neighbouring ranks that share every pass (context parallelism, Ulysses): each computes a run of its
+    tokens, and some heads of attention. `tokens_per_microbatch` is then the size of what they compute together. It is
+    for answers that are too long for one device, for models with plain causal attention."""
     backend: Literal["gloo", "nccl", "hccl"] | None = None
     """Communication backend between ranks; if unset, the backend that suits the device. `hccl` needs the package
     torch_npu."""
@@ -153,6 +157,17 @@ class DistributedConfig(Section):
         """Return the number of ranks that share one copy of a policy of this size."""
         shards = self.shards(ranks=ranks, num_parameters=num_parameters)
         return min(self.shard_ranks or ranks, ranks) if shards else 1
+
+    def fault_of_heads(self, heads: int, key_heads: int) -> str | None:
+        """Return why ranks cannot share the passes of a model with these numbers of attention heads, or None."""
+        size = self.context_ranks
+        if heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0):
+            return None
+        return (
+            f"trainer.distributed.context_ranks ({size}): the model has {heads} heads of attention, with {key_heads} "
+            "of keys and values, and so many ranks cannot share them: choose a number that divides the former, and "
+            "that divides the latter or is a multiple of them"
+        )
 
     def contradictions(self) -> Iterator[str]:
         if self.shard_ranks is not None and self.strategy == "ddp":
@@ -278,6 +293,9 @@ class TrainerConfig(Section):
         share = self.distributed.shard_ranks
         if share is not None and self.ranks % share:
             yield f"distributed.shard_ranks ({share}) does not divide ranks ({self.ranks})"
+        context = self.distributed.context_ranks
+        if self.ranks % context:
+            yield f"distributed.context_ranks ({context}) does not divide ranks ({self.ranks})"
         if self.critic is not None and self.advantages.are_of_turns:
             yield f"advantages {self.advantages.name} needs no critic: leave out one of the two"
         for role in self.split:

@@ -81,6 +81,12 @@ def max_positions(directory: Path) -> int | None:
     return max(longest, int((original if isinstance(original, int) else longest) * factor))
 
 
+def attention_heads(directory: Path) -> tuple[int, int] | None:
+    """Return the number of a model's attention heads, and of those of keys and values. None if it does not say."""
+    heads = next((found for name in ("num_attention_heads", "n_head") if (found := _number(directory, name))), None)
+    return None if heads is None else (heads, _number(directory, "num_key_value_heads") or heads)
+
+
 def _number(directory: Path, name: str) -> int | None:
     return _value(directory, name, int)
 

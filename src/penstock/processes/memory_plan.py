@@ -20,7 +20,7 @@ import psutil
 import torch
 from pydantic import ValidationError
 
-from penstock.config import Config, ConfigError
+from penstock.config import Config, ConfigError, DistributedConfig
 from penstock.config.yaml_file import merged, parse_overrides
 from penstock.model.files import ModelError, read_json
 from penstock.model.load_policy import resolve_device, resolve_dtype
@@ -150,6 +150,8 @@ class Planner:
             sharded = config.trainer.distributed.shards(ranks=ranks, num_parameters=self._sizes.all)
             tokens = max(config.trainer.tokens_per_microbatch, config.model.max_context)
             passing = f"a pass of {tokens:,} tokens"
+            if (context := config.trainer.distributed.context_ranks) > 1:
+                passing += f" on {context} ranks"
             parts = {
                 "weights, gradients, moments" + (" (a shard)" if sharded else ""): found.states,
                 "copies: " + ", ".join(_copies(config, roles, on_cpu=self._device.type == "cpu")): found.copies,
@@ -206,10 +208,23 @@ class Planner:
         while ranks <= most_ranks:
             sharded = trainer.distributed.shards(ranks=ranks, num_parameters=self._sizes.all)
             strategy = [] if sharded else ["trainer.distributed.strategy=fsdp"]
-            yield [*words, *strategy, f"trainer.ranks={ranks}"]
+            with_ranks = [*words, *strategy, f"trainer.ranks={ranks}"]
+            yield with_ranks
+            for context in self._contexts(ranks):
+                yield [*with_ranks, f"trainer.distributed.context_ranks={context}"]
             ranks *= 2
         if config.trainer.lora is None:  # last, because it trains something else
             yield [*words, "trainer.lora.rank=16"]
+
+    def _contexts(self, ranks: int) -> Iterator[int]:
+        """Yield the numbers of ranks that could share a pass."""
+        model = self._architecture.get_text_config()
+        heads = model.num_attention_heads, getattr(model, "num_key_value_heads", model.num_attention_heads)
+        context = 2 * self._config.trainer.distributed.context_ranks
+        while context <= ranks:
+            if DistributedConfig(context_ranks=context).fault_of_heads(*heads) is None:
+                yield context
+            context *= 2
 
     def _server_is_too_large(self, config: Config, slots: int) -> bool:
         return any(need.total > self._capacity for need in self._servers(changed(config, [f"rollout.slots={slots}"])))

@@ -6,7 +6,8 @@
 ```
 
 Critic and reference are optional. Every role has as many ranks as the actor, and rank i of each role sees the same
-samples. Neither the calls nor their results depend on the placement of the roles.
+samples. So do ranks that share their passes (`trainer.distributed.context_ranks`). Neither the calls nor their results
+depend on the placement of the roles.
 """
 
 from __future__ import annotations
@@ -67,9 +68,10 @@ class ActorCritic:
 
     def accumulate(self, batch: Batch) -> dict[str, float]:
         """Add the gradients of a batch from `prepare`; see `Learner.accumulate`."""
-        parts = [batch]
-        if self._actor.size > 1:
-            parts = split_over_ranks(batch, self._actor.size, self._work)
+        parts, size, shared = [batch], self._actor.size, self._config.distributed.context_ranks
+        if size > 1:
+            parts = split_over_ranks(batch, size // shared, self._work)
+            parts = [part for part in parts for _ in range(shared)]
         inputs = [part.keep(name for name in INPUTS if name in part.names) for part in parts]
         logprobs = self._reference.logprobs(inputs, self.policy_version) if self._reference else None
         values = self._critic.values(inputs) if self._critic else None

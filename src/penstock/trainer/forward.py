@@ -36,8 +36,11 @@ def token_logprobs(model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, T
     vocab = int(model.config.get_text_config().vocab_size)
     layer = OutputLayer.of(model) if needs_chunks(len(micro.chosen), vocab) else None
     if layer is None:
-        return token_statistics(token_logits(model, micro), micro.chosen, temperature=micro.temperature)
-    return _in_chunks(model, layer, micro)
+        found = token_statistics(token_logits(model, micro), micro.chosen, temperature=micro.temperature)
+    else:
+        found = _in_chunks(model, layer, micro)
+    logprobs, entropies = micro.whole(torch.stack(found, dim=-1)).unbind(-1)
+    return logprobs, entropies.detach()
 
 
 def token_statistics(

@@ -182,17 +182,19 @@ class Learner(ModelRole):
                 inputs = {name: on_device(column, self._device) for name, column in own.items()}
                 rows = self._criterion.rows(micro, compares=bool(own["comparable"].any()), **inputs)
                 rows["loss"].sum().backward()  # type: ignore[no-untyped-call]
-                self._pending.add_tokens(rows)
+                if self._strategy.counts:
+                    self._pending.add_tokens(rows)
         ages = masks.staleness[masks.in_loss]
         stale = masks.sampled & (masks.staleness > self._max_staleness)
-        counted = {"samples": float(len(batch)), "tokens": float(len(ages)), "tokens_masked_stale": float(stale.sum())}
+        once = float(self._strategy.counts)
+        counted = {"samples": once * len(batch), "tokens": once * len(ages), "tokens_masked_stale": once * stale.sum()}
         self._pending.add_counts(
             **counted,
-            trained_samples=(table.widths > 0).sum(),
-            tokens_masked_foreign=(masks.sampled & (masks.staleness < 0)).sum(),
-            tokens_masked_segments=(masks.fresh & ~masks.in_loss).sum(),
-            kl_tokens=(masks.in_loss & comparable).sum(),
-            staleness=ages.sum(),
+            trained_samples=once * (table.widths > 0).sum(),
+            tokens_masked_foreign=once * (masks.sampled & (masks.staleness < 0)).sum(),
+            tokens_masked_segments=once * (masks.fresh & ~masks.in_loss).sum(),
+            kl_tokens=once * (masks.in_loss & comparable).sum(),
+            staleness=once * ages.sum(),
             staleness_max=ages.max(initial=0),
             busy_s=self.busy.seconds,
         )

@@ -195,9 +195,11 @@ def learner_bytes(
     if sharded:  # two layers and the root are gathered, and the gradients of one unit are reduced in float32
         computed, unit = dtype.itemsize, max(size.layer, size.outside)
         gathered = computed * (2 * size.layer + size.outside) + (computed + MASTER_BYTES) * unit
+    context = trainer.distributed.context_ranks
+    tokens = -(-max(trainer.tokens_per_microbatch, longest) // context)
     shape = Pass(
-        tokens=max(trainer.tokens_per_microbatch, longest),
-        longest=longest,
+        tokens=tokens,
+        longest=min(longest, tokens),
         dtype=dtype,
         lora="" if trainer.lora is None else trainer.lora.model_dump_json(),
         sharded=sharded,

@@ -53,7 +53,8 @@ class Passes:
         """`model` is not placed yet. `max_tokens`: padded tokens per pass. `share_prefixes`: compute a prompt once for
         all samples that share it, if model and strategy allow it."""
         self._strategy, self._max_tokens = strategy, max_tokens
-        self._share = share_prefixes and not strategy.is_sharded and shares_prefixes(model)
+        alone = not strategy.is_sharded and strategy.context is None
+        self._share = share_prefixes and alone and shares_prefixes(model)
         self._cost = pass_cost(model, strategy.device)
 
     def of(self, table: TokenTable) -> Iterator[MicroBatch]:
@@ -67,6 +68,7 @@ class Passes:
             share_prefixes=self._share,
             pack=self._strategy.packs,
             pass_cost=self._cost,
+            context=self._strategy.context,
         )
         for micro in self._strategy.passes(made):
             yield micro

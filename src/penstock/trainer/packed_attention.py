@@ -3,13 +3,14 @@
 A token sees the earlier tokens of its own sample alone. On an accelerator one kernel computes all samples: that of
 FlashAttention, through `torch.nn.attention.varlen`. Elsewhere each sample is computed by itself, which is the
 reference. Both get the boundaries of the samples as an argument of the model's forward pass, which Transformers hands
-down to its layers.
+down to its layers. If several ranks share the row, each one attends with some of the heads (`context_parallel.py`).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,6 +110,10 @@ def attend(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # lengths differ in every pass, and would be compiled in
 def _within_samples(query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, scaling: float | None) -> Tensor:
+    if (context := boundaries.context) is not None:
+        own = (context.by_heads(each[0])[None] for each in (query, key, value))
+        found = _within_samples(*own, replace(boundaries, context=None), scaling)
+        return context.by_tokens(found[0].transpose(0, 1)).transpose(0, 1)[None]
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     fits = query.shape[-1] == value.shape[-1] <= KERNEL_WIDTH and dtype in (torch.bfloat16, torch.float16)

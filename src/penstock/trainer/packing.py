@@ -22,6 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.trainer.context_parallel import Context
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -81,12 +83,15 @@ class Boundaries:
     positions: Tensor  # [1, num_tokens], of each token in its sample
     ends: Tensor  # [num_samples + 1], int32: 0, and the place behind each sample
     lengths: tuple[int, ...]
+    context: Context | None = None
+    """The ranks that share the row. `positions` are those of this rank's run of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """R padded rows of L columns, the N trained tokens that they predict, and the P padded prefixes of the rows. Or one
-    row of packed samples, without padding and prefixes."""
+    row of packed samples, without padding and prefixes. Several ranks may share such a row: then all tensors are those
+    of this rank's run of tokens, and `whole` returns the values of all N tokens."""
 
     prefixes: Tensor  # [P, K] token ids; K is 0 where nothing is shared
     prefix_rows: Tensor  # [R], index of each row's prefix
@@ -100,6 +105,13 @@ class MicroBatch:
     temperature: float | Tensor = 1.0  # of all tokens, or [N]
     boundaries: Boundaries | None = None
     """Of the samples, if they are packed."""
+    counts: tuple[int, ...] = ()
+    """Trained tokens of each rank that shares the row."""
+
+    def whole(self, values: Tensor) -> Tensor:
+        """Return the values of all trained tokens, [N, ...], from those that this rank has computed."""
+        context = self.boundaries.context if self.boundaries is not None else None
+        return values if context is None else context.gathered(values, self.counts)
 
 
 def flatten(arrays: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -255,13 +267,14 @@ def micro_batches(
     share_prefixes: bool,
     pack: bool = False,
     pass_cost: int = PASS_COST_TOKENS,
+    context: Context | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches that hold every sample with a trained token exactly once.
 
     A micro-batch has at most `max_tokens` tokens with padding, unless a single sample is longer. It is split if its
     padding exceeds `pass_cost`, the cost of one more pass in tokens. With `share_prefixes`, samples with an equal
     prompt share its computation where that is cheaper. With `pack`, samples are packed, into the passes to which they
-    were assigned if they were.
+    were assigned if they were. `context`: the ranks that share each pass, whose samples must be packed.
     """
     if pack and table.passes is not None:
         samples = np.flatnonzero(table.widths)
@@ -271,7 +284,7 @@ def micro_batches(
         widths = (table.widths, table.prefix_widths, table.prefix_ids)
         buckets = plan(*widths, max_tokens, share=share_prefixes, pack=pack, pass_cost=pass_cost)
     for bucket in buckets:
-        yield _packed(table, bucket, device) if bucket.is_packed else _padded(table, bucket, device)
+        yield _packed(table, bucket, device, context) if bucket.is_packed else _padded(table, bucket, device)
 
 
 def idle(device: torch.device) -> MicroBatch:
@@ -287,7 +300,7 @@ def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _packed(table: TokenTable, bucket: Bucket, device: torch.device) -> MicroBatch:
+def _packed(table: TokenTable, bucket: Bucket, device: torch.device, context: Context | None) -> MicroBatch:
     samples = np.asarray(bucket.samples)
     lengths = table.widths[samples]
     ends = np.concatenate(([0], np.cumsum(lengths)))
@@ -295,23 +308,36 @@ def _packed(table: TokenTable, bucket: Bucket, device: torch.device) -> MicroBat
     places = np.repeat(table.starts[samples], lengths) + positions
     columns = np.flatnonzero(table.trained[places + 1])
     tokens, of_tokens = places[columns] + 1, np.repeat(samples, lengths)[columns]
+    inputs, counts = table.token_ids[places], (len(columns),)
+    run, own = slice(None), slice(None)  # this rank's tokens, and its trained ones
+    if context is not None:
+        if rest := -len(inputs) % context.size:  # more tokens, as a sample without trained tokens
+            inputs, positions = np.pad(inputs, (0, rest)), np.concatenate((positions, np.arange(rest)))
+            lengths, ends = np.append(lengths, rest), np.append(ends, ends[-1] + rest)
+        width = len(inputs) // context.size
+        run = slice(context.index * width, (context.index + 1) * width)
+        bounds = np.searchsorted(columns, np.arange(context.size + 1) * width)
+        counts, own = tuple(np.diff(bounds).tolist()), slice(*bounds[context.index : context.index + 2].tolist())
+        columns = columns[own] - run.start
     nothing = np.zeros(0, dtype=np.int64)
     return MicroBatch(
         prefixes=on_device(nothing.reshape(0, 0), device),
         prefix_rows=on_device(nothing, device),
         prefix_widths=on_device(nothing, device),
-        inputs=on_device(table.token_ids[places][None], device),
+        inputs=on_device(inputs[None, run], device),
         rows=on_device(np.zeros_like(columns), device),
         columns=on_device(columns, device),
-        chosen=on_device(table.token_ids[tokens], device),
+        chosen=on_device(table.token_ids[tokens[own]], device),
         tokens=tokens,
         samples=of_tokens,
-        temperature=_temperature(table, samples, of_tokens, device),
+        temperature=_temperature(table, samples, of_tokens[own], device),
         boundaries=Boundaries(
-            positions=on_device(positions[None], device),
+            positions=on_device(positions[None, run], device),
             ends=on_device(ends.astype(np.int32), device),
             lengths=tuple(lengths.tolist()),
+            context=context,
         ),
+        counts=counts,
     )
 
 

@@ -111,6 +111,7 @@ class Ranks:
         self._listening: TCPStore | None = None
         self._counts: CallCounts | None = None
         self._num_calls = 0
+        self._groups: dict[int, distributed.ProcessGroup] = {}
 
     @property
     def is_first(self) -> bool:
@@ -191,6 +192,17 @@ class Ranks:
     def largest(self, values: Sequence[float], operation: str) -> list[float]:
         """Return the largest of each value over all ranks."""
         return self._combined(values, operation, distributed.ReduceOp.MAX)
+
+    def group(self, size: int) -> distributed.ProcessGroup:
+        """Return this rank's group of `size` neighbouring ranks, for collectives that have the same deadline and raise
+        torch's own errors."""
+        if size not in self._groups:
+            timeout = timedelta(seconds=self._timeout_s)
+            for first in range(0, self.size, size):
+                made = distributed.new_group(range(first, first + size), timeout=timeout)
+                if self.index in range(first, first + size):
+                    self._groups[size] = made
+        return self._groups[size]
 
     def leave(self) -> None:
         """Leave the process group: ranks that wait for this rank get an error.

@@ -9,7 +9,7 @@ In a run that computes in bfloat16, layers are gathered in bfloat16, and their g
 With `shard_ranks`, groups of ranks hold equal shards. Layers are gathered within a group, and gradients are summed over
 the groups as well (HSDP).
 
-In all cases gradients are plain sums over the ranks.
+Ranks may also share every pass (`context_parallel.py`). In all cases gradients are plain sums over the ranks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from penstock.config import ConfigError, TrainerConfig
 from penstock.model.load_policy import without_weights
+from penstock.trainer.context_parallel import Context, context_of
 from penstock.trainer.packed_attention import pack
 from penstock.trainer.packing import MicroBatch, idle
 from penstock.trainer.ranks import Ranks
@@ -55,11 +56,18 @@ class Strategy:
     is_sharded = False
     """Whether every rank saves its own part, and every pass of one rank is a pass of all ranks."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, *, packs: bool = False) -> None:
+    def __init__(
+        self, ranks: Ranks, device: torch.device, *, packs: bool = False, context: Context | None = None
+    ) -> None:
         """`device`: the device on which this rank computes. `packs`: whether passes have packed samples, without
-        padding."""
-        self.ranks, self.device, self.packs = ranks, device, packs
+        padding. `context`: the ranks with which this one shares its passes, if it does."""
+        self.ranks, self.device, self.packs, self.context = ranks, device, packs, context
         self.shard = Shard(number=0, num_shards=1, is_saved=ranks.is_first)
+
+    @property
+    def counts(self) -> bool:
+        """Return whether this rank counts what its passes have computed: one of those that share them does."""
+        return self.context is None or self.context.is_first
 
     def place(self, module: Module, *, precise: Sequence[Module] = ()) -> None:
         """Distribute `module` over the ranks, in place, with rank 0's weights.
@@ -102,7 +110,14 @@ class Sharded(Strategy):
     is_sharded = True
 
     def __init__(
-        self, ranks: Ranks, policy: PreTrainedModel, compute_dtype: torch.dtype, *, num_shards: int, packs: bool
+        self,
+        ranks: Ranks,
+        policy: PreTrainedModel,
+        compute_dtype: torch.dtype,
+        *,
+        num_shards: int,
+        packs: bool,
+        context: Context | None,
     ) -> None:
         """`ranks` have met, and each `num_shards` of them share a copy. `policy` has no adapters. Raises `ConfigError`
         if torch is too old to sum gradients of shards without averaging."""
@@ -112,7 +127,7 @@ class Sharded(Strategy):
                 f"trainer.distributed.strategy fsdp: torch {torch.__version__} can only average the gradients of "
                 "shards: install a newer torch, or choose ddp"
             )
-        super().__init__(ranks, ranks.device, packs=packs)
+        super().__init__(ranks, ranks.device, packs=packs, context=context)
         mesh = {SHARDS: num_shards}
         if num_shards < ranks.size:
             mesh = {REPLICAS: ranks.size // num_shards, **mesh}
@@ -195,9 +210,22 @@ def strategy_of(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks, co
 
     For sharding, rank 0 has the policy on any device, and the other ranks have it without weights (`meta`). Samples are
     packed on accelerators and by shards, if the policy can do that. Replicas on CPUs share prompts, which pays more.
+    Raises `ConfigError` if ranks cannot share passes as configured.
     """
-    sharded = is_sharded(policy, config, ranks)
-    packs = (sharded or policy.device.type != "cpu") and pack(policy)
+    sharded, shared = is_sharded(policy, config, ranks), min(config.distributed.context_ranks, ranks.size)
+    packs = (sharded or policy.device.type != "cpu" or shared > 1) and pack(policy)
+    if shared > 1:
+        model = policy.config.get_text_config()
+        heads = model.num_attention_heads, getattr(model, "num_key_value_heads", model.num_attention_heads)
+        fault = config.distributed.fault_of_heads(*heads)
+        if not packs:
+            fault = (
+                f"trainer.distributed.context_ranks ({shared}): ranks cannot share the passes of a {model.model_type} "
+                "model, whose layers do more than plain causal attention: set it to 1"
+            )
+        if fault:
+            raise ConfigError(fault)
+    context = context_of(ranks, shared)
     if sharded:
         return Sharded(
             ranks,
@@ -205,8 +233,9 @@ def strategy_of(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks, co
             compute_dtype,
             num_shards=config.distributed.num_shards(ranks=ranks.size, num_parameters=num_parameters(policy)),
             packs=packs,
+            context=context,
         )
-    return Strategy(ranks, policy.device, packs=packs)
+    return Strategy(ranks, policy.device, packs=packs, context=context)
 
 
 def compile_layers(model: Module) -> None:
