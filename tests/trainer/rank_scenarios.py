@@ -7,6 +7,7 @@ and end with their input. What each scenario gave goes to `OUT_DIR/rank_<i>.pt`.
 from __future__ import annotations
 
 import dataclasses
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -52,12 +53,40 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "context_sequence": {"distributed": {"context_ranks": 4}, "objective": {"name": "gspo"}, "lora": {"rank": 4}},
 }
 """Of the trainer, by scenario."""
+HOW = ("activation_checkpointing", "tokens_per_microbatch", "distributed")
+"""Settings that say how something is computed, and not what. One rank computes in the plainest way."""
+NUM_DRAWN = 8
+
+
+def drawn(number: int) -> dict[str, Any]:
+    """Return settings of the trainer that were drawn at random."""
+    draw = random.Random(number)
+    name = draw.choice(["ppo", "cispo", "gspo", "tis", "decoupled"])
+    objective = {
+        "name": name,
+        "normalize": draw.choice(["token", "sequence", "constant"]),
+        "kl_coef": draw.choice([0.0, 0.1]),
+        "proximal": "snapshot" if name == "decoupled" else "current",
+    }
+    return {
+        "objective": objective,
+        "critic": draw.choice([None, {"learning_rate": 1e-3}]),
+        "lora": draw.choice([None, {"rank": 4}]),
+        "canaries": {"parity_every": draw.choice([None, 1])},
+        "activation_checkpointing": draw.random() < 0.5,
+        "tokens_per_microbatch": draw.choice([16, 64, 8192]),
+        "distributed": {"context_ranks": draw.choice([1, 2])},
+    }
+
+
+SETTINGS |= {f"drawn_{number}": drawn(number) for number in range(NUM_DRAWN)}
 ALL_ROLES = {"critic": {"learning_rate": 1e-3}, "objective": {"kl_coef": 0.1}}
 SAVED = ("critic", "copies", "lora_copies")
 ROUNDED = ("all_roles", "lora_copies")
 """Which also compute in bfloat16."""
-FEW = ("decay", "context", "context_sequence")
+FEW = ("decay", "context", "context_sequence", "drawn_0", "drawn_1", "drawn_2")
 """What more than two ranks do: they share cores here."""
+CHUNKED = ("chunked", "drawn_1", "drawn_3", "drawn_5")
 STRATEGIES = ("ddp", "fsdp")
 NUM_STEPS = 3
 
@@ -78,10 +107,10 @@ def saved_of(num_ranks: int) -> tuple[str, ...]:
 
 
 @contextmanager
-def as_configured(name: str) -> Iterator[None]:
-    """What no setting says: `chunked` computes the logits of a few tokens at a time."""
+def in_chunks(*, wanted: bool) -> Iterator[None]:
+    """Compute the logits of a few tokens at a time, if that is wanted."""
     usual = output_layer.CHUNK_ELEMENTS
-    output_layer.CHUNK_ELEMENTS = 1000 if name == "chunked" else usual
+    output_layer.CHUNK_ELEMENTS = 1000 if wanted else usual
     try:
         yield
     finally:
@@ -93,9 +122,10 @@ def make_learner(
 ) -> AllRoles:
     torch.manual_seed(ranks.index)  # what is drawn at random must not differ
     knows_weights = strategy == "ddp" or ranks.is_first
+    given = SETTINGS.get(name, ALL_ROLES)
     settings = (
         {"learning_rate": 1e-2, "warmup_steps": 0}
-        | SETTINGS.get(name, ALL_ROLES)
+        | {key: value for key, value in given.items() if ranks.size > 1 or key not in HOW}
         | {"ranks": ranks.size, "distributed": {"strategy": "ddp" if strategy == "ddp" else "fsdp"}}
     )
     settings["distributed"]["context_ranks"] = context_ranks(name, ranks)
@@ -156,7 +186,7 @@ def train(
 
 def scenario(ranks: Ranks, model_dir: Path, name: str, strategy: str, *, in_turns: bool = False) -> dict[str, Any]:
     learner = make_learner(ranks, model_dir, name, strategy)
-    with as_configured(name):
+    with in_chunks(wanted=name in CHUNKED and ranks.size > 1):
         metrics = train(learner, ranks, steps=NUM_STEPS, lagging="copies" in name, in_turns=in_turns)
     return {"metrics": metrics, "weights": learner.named_weights()}
 
@@ -164,7 +194,7 @@ def scenario(ranks: Ranks, model_dir: Path, name: str, strategy: str, *, in_turn
 def rounded(ranks: Ranks, model_dir: Path, name: str, strategy: str) -> dict[str, Any]:
     """Steps that compute in bfloat16, with logits in chunks. Trained weights are float32."""
     learner = make_learner(ranks, model_dir, name, strategy, compute_dtype=torch.bfloat16)
-    with as_configured("chunked"):
+    with in_chunks(wanted=True):
         metrics = train(learner, ranks, steps=1 if name == "all_roles" else 2, lagging="copies" in name)[-1]
     trained = {parameter.dtype for parameter in learner.learner.model.parameters() if parameter.requires_grad}
     return {
