@@ -107,6 +107,10 @@ def test_a_mapping_is_merged_and_an_empty_one_empties(tmp_path: Path, overrides:
             "trainer={ranks: 17, groups_per_step: 2}",
             "trainer.ranks (17) exceeds the samples of a step (trainer.groups_per_step * env.group_size = 16)",
         ),
+        (
+            "trainer={ranks: 34, distributed: {context_ranks: 2}, groups_per_step: 2}",
+            "trainer.ranks / distributed.context_ranks (17) exceeds the samples of a step",
+        ),
         ("scheduler.over_sampling=1.5", "over_sampling belongs to mode colocated"),
         ("scheduler={mode: colocated, over_sampling: 2.0, max_staleness: 0}", "carries answers over an update"),
         ("scheduler.dispatch.policy=random", "bad value for scheduler.dispatch.policy"),

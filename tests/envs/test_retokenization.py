@@ -141,6 +141,15 @@ async def test_what_comes_back_unchanged_is_no_drift(chat: ChatTokenizer) -> Non
     assert talk.episode.num_drifts == 0
 
 
+async def test_an_answer_that_a_stop_string_ends_is_no_drift(chat: ChatTokenizer) -> None:
+    """Its tokens hold the stop string, and the client has the text before it."""
+    talk = Talk(chat, [chat.encode("ok STOP"), [*chat.encode("fine"), chat.eos_ids[0]]])
+    prompt_ids, asked = talk.conversation.prompt([ASKED])
+    await talk.conversation.answer(prompt_ids, 64, asked, shown=lambda _: "ok")
+    await talk.say([ASKED, {"role": "assistant", "content": "ok"}, AGAIN])
+    assert talk.episode.num_drifts == 0
+
+
 async def test_tokens_of_the_same_text_are_replaced_by_those_recorded(chat: ChatTokenizer) -> None:
     """A client that speaks tokens made them of text."""
     end = chat.decode([chat.eos_ids[0]], skip_special=False)

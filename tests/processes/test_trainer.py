@@ -74,6 +74,7 @@ TWO = {"ranks": 2}
 TWO_NODES = {"cluster": {"address": "auto", "pools": {"learn": {"roles": ["actor"], "nodes": 2}}}}
 BETWEEN_MACHINES = {"ranks": 2, "address": "127.0.0.1", "sections": TWO_NODES}
 FSDP = {"ranks": 2, "distributed": {"strategy": "fsdp"}}
+SHARED_PASSES = {"ranks": 2, "distributed": {"strategy": "fsdp", "context_ranks": 2}}
 
 
 def configured(*, sections: Mapping[str, Any] | None = None, **trainer: Any) -> Config:
@@ -178,6 +179,7 @@ async def step(process: TrainerProcess, pool: list[GroupRef]) -> dict[str, float
     for part in (pool[:2], pool[2:]):
         counted = await process.handle("controller", Accumulate(groups=part))
         assert isinstance(counted, Metrics) and counted.metrics["samples"] == len(part) * GROUP_SIZE
+        msgspec.msgpack.encode(counted)  # it is sent to the controller
         busy_s += counted.metrics["busy_s"]
     update = await process.handle("controller", Step())
     assert isinstance(update, LearnerStateUpdate)
@@ -218,6 +220,7 @@ async def published(process: TrainerProcess) -> dict[str, torch.Tensor]:
             AS_IT_IS, {**FSDP, **AS_IT_IS}, id="two ranks that share weights from the start", marks=pytest.mark.long
         ),
         pytest.param(ROLES, SPLIT, id="roles split", marks=pytest.mark.long),
+        pytest.param(ROLES, {**SPLIT, **SHARED_PASSES}, id="two ranks that share passes", marks=pytest.mark.long),
         pytest.param(ROLES, {**ROLES, **TWO}, id="roles of two ranks", marks=pytest.mark.long),
         pytest.param({**ROLES, **TWO}, {**SPLIT, **TWO}, id="roles of two ranks, split", marks=pytest.mark.long),
         pytest.param(

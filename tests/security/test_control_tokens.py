@@ -29,6 +29,7 @@ from penstock.envs.manager import EnvManager
 from penstock.envs.policy_stubs import PlayedBy
 from penstock.model.chat import ChatTokenizer, byte_tokenizer
 from penstock.model.chat_template import ChatTemplate
+from penstock.model.control_tokens import MOST_REMEMBERED
 from penstock.model.files import ModelError
 from penstock.model.load_policy import load_policy
 from penstock.model.tiny import ASSISTANT, END, SPECIAL_TOKENS, USER, write_tiny_model
@@ -320,6 +321,23 @@ def test_a_tool_cannot_say_where_the_history_ends(models: dict[str, ChatTokenize
     plain = chat.continuation([user("x")], ended=True, tools=conversation("x", answer="")[1])
     spelled = chat.continuation([user("x")], ended=True, tools=conversation("penstockassistantturn", answer="")[1])
     assert controls(chat, spelled, style) == controls(chat, plain, style)
+
+
+def test_harmless_settings_are_remembered_and_others_are_not(models: dict[str, ChatTokenizer]) -> None:
+    """Whatever came before: the same settings give the same tokens, and control tokens in text stay text."""
+    chat, style = models["chatml"], STYLES["chatml"]
+    token = style.special[0]
+    plain, harmful = conversation("fair?", answer="x"), conversation(token, answer="x")
+    expected = controls(chat, chat.prompt(plain[0], tools=plain[1]), style)
+    for messages, tools in itertools.product((plain[0], harmful[0]), (plain[1], harmful[1], plain[1], harmful[1])):
+        assert controls(chat, chat.prompt(messages, tools=tools), style) == expected
+    remembered = chat._controls._harmless
+    assert any(b'"fair?"' in each for each in remembered if each) and not any(
+        token.encode() in each for each in remembered
+    )
+    for number in range(2 * MOST_REMEMBERED):
+        chat.prompt(plain[0], tools=conversation(f"fair {number}?", answer="x")[1])
+    assert len(chat._controls._harmless) <= MOST_REMEMBERED
 
 
 def test_a_rendered_prompt_keeps_its_control_tokens(tiny: ChatTokenizer) -> None:

@@ -508,3 +508,8 @@ def test_a_full_disk_is_called_one_when_the_state_is_written(make_model: MakeMod
     learner.write(tmp_path)
     with pytest.raises(OSError, match="No space left on device"):
         learner.is_written(ENOUGH_S)
+
+
+def test_what_a_call_counts_can_be_sent(make_model: MakeModel, samples: list[Sample]) -> None:
+    counted = accumulate(learner_for(make_model()), samples)
+    assert all(type(count) is float for count in counted.values())

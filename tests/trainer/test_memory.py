@@ -10,9 +10,9 @@ import pytest
 import torch
 from made_samples import make_sample
 from test_forward import SMALL, small_model
-from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Gemma2Config, GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from penstock.config import LoraConfig, TrainerConfig
+from penstock.config import ConfigError, LoraConfig, TrainerConfig
 from penstock.samples import Sample
 from penstock.trainer.learner import Learner
 from penstock.trainer.memory import LiveBytes, Pass, learner_bytes, pass_bytes, sizes
@@ -124,3 +124,30 @@ def test_experts_are_counted() -> None:
     architecture = Qwen3MoeConfig(**WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     found = pass_bytes(architecture, Pass(tokens=512, longest=256, dtype=torch.float32))
     assert found > 5 * 512 * 64 * 4
+
+
+def test_shared_passes_need_less_and_not_every_model_has_them() -> None:
+    def needed(architecture: Any, ranks: int) -> int:
+        trainer = TrainerConfig.model_validate({"ranks": 4, "distributed": {"context_ranks": ranks}})
+        found = learner_bytes(
+            architecture, trainer, longest=256, dtype=torch.bfloat16, on_accelerator=True, roles=["actor"]
+        )
+        return found.one_pass
+
+    assert needed(ARCHITECTURES["qwen3"], 2) < 0.6 * needed(ARCHITECTURES["qwen3"], 1)
+    with pytest.raises(ConfigError, match="a gemma2 model, whose layers do more than plain causal attention"):
+        needed(Gemma2Config(**WIDE), 2)
+    with pytest.raises(ConfigError, match="heads of attention"):
+        needed(ARCHITECTURES["qwen3"], 4)
+
+
+def test_a_critic_beside_adapters_is_counted_with_all_its_gradients() -> None:
+    def needed(roles: list[str], lora: LoraConfig | None) -> int:
+        trainer = TrainerConfig(lora=lora, tokens_per_microbatch=1024)
+        return learner_bytes(
+            ARCHITECTURES["qwen3"], trainer, longest=256, dtype=torch.bfloat16, on_accelerator=False, roles=roles
+        ).one_pass
+
+    adapters = LoraConfig(rank=2)
+    assert needed(["critic"], adapters) == needed(["critic"], None)
+    assert needed(["actor", "critic"], adapters) >= max(needed(["actor"], adapters), needed(["critic"], None))

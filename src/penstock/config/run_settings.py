@@ -338,8 +338,9 @@ class Config(Section):
                 f"choose one of {', '.join(UNCORRECTED)}"
             )
         batch, trigger = self.trainer.groups_per_step * self.env.group_size, self.scheduler.trigger
+        shared = self.trainer.distributed.context_ranks
         for name, least in (
-            ("trainer.ranks", self.trainer.ranks),
+            ("trainer.ranks" + (" / distributed.context_ranks" if shared > 1 else ""), self.trainer.ranks // shared),
             ("scheduler.trigger.min_samples", trigger.samples_of(batch)),
             ("scheduler.trigger.feedback.fewest_samples", trigger.feedback.fewest_samples),
         ):

@@ -95,7 +95,7 @@ class Said(NamedTuple):
     messages: Sequence[Message]
     settings: Mapping[str, Any]
     is_text: bool
-    """Whether the content of its answer is all text of its tokens: it has no thought and no call."""
+    """Whether the content of its answer is the text of all its tokens, without a thought, a call or a stop string."""
 
 
 class Asked(NamedTuple):
@@ -277,8 +277,8 @@ class Conversation:
         if asked is not None:
             message = self._message(given_ids, answer.token_ids, asked)
             shared = () if asked.repeated is None else asked.repeated.messages  # kept once, however often it is sent
-            messages, is_text = [*shared, *asked.messages[len(shared) :], message], message["content"] == episode.text
-            said = Said(turn, messages, asked.settings, is_text)
+            is_text = "tool_calls" not in message and message["content"] == self._chat.decode(opened.turn.token_ids)
+            said = Said(turn, [*shared, *asked.messages[len(shared) :], message], asked.settings, is_text)
             insort(self._said, said, key=lambda each: len(each.messages))
         return Answered(turn, answer)
 

@@ -100,15 +100,17 @@ class ControlTokens:
         described = _as_json(settings)
         conversation(messages, {} if described in self._harmless else settings, searching)
         if not found:
-            self._remember(described)
+            self._remember(settings, described)
             return messages, settings, {}
         disguise = Disguise()
         strings = Strings(self._keys, partial(self._text, disguise), partial(self._answer, disguise))
         return *conversation(messages, settings, strings), disguise.real
 
-    def _remember(self, described: bytes | None) -> None:
+    def _remember(self, settings: Message, described: bytes | None) -> None:
         """Note that these settings are harmless."""
         if described is not None and described not in self._harmless and len(described) <= MAX_REMEMBERED_BYTES:
+            if msgspec.json.decode(described) != settings:
+                return  # JSON shows strings that no search has seen, for example of a dataclass
             if len(self._harmless) >= MOST_REMEMBERED:
                 self._harmless.clear()
             self._harmless.add(described)

@@ -20,7 +20,7 @@ import psutil
 import torch
 from pydantic import ValidationError
 
-from penstock.config import Config, ConfigError, DistributedConfig
+from penstock.config import Config, ConfigError
 from penstock.config.yaml_file import merged, parse_overrides
 from penstock.model.files import ModelError, read_json
 from penstock.model.load_policy import resolve_device, resolve_dtype
@@ -120,7 +120,7 @@ class Planner:
         try:
             config = changed(self._config, words)
             needs = [*self._trainers(config), *self._servers(config)]
-        except (ValidationError, ConfigError):  # for example more ranks than a step has samples
+        except (ValidationError, ConfigError):  # for example more ranks than a step has samples, or than heads
             return False
         return self._largest(config, needs, lambda need: need.total) <= self._capacity
 
@@ -210,21 +210,13 @@ class Planner:
             strategy = [] if sharded else ["trainer.distributed.strategy=fsdp"]
             with_ranks = [*words, *strategy, f"trainer.ranks={ranks}"]
             yield with_ranks
-            for context in self._contexts(ranks):
+            context = 2 * trainer.distributed.context_ranks
+            while context <= ranks:
                 yield [*with_ranks, f"trainer.distributed.context_ranks={context}"]
+                context *= 2
             ranks *= 2
         if config.trainer.lora is None:  # last, because it trains something else
             yield [*words, "trainer.lora.rank=16"]
-
-    def _contexts(self, ranks: int) -> Iterator[int]:
-        """Yield the numbers of ranks that could share a pass."""
-        model = self._architecture.get_text_config()
-        heads = model.num_attention_heads, getattr(model, "num_key_value_heads", model.num_attention_heads)
-        context = 2 * self._config.trainer.distributed.context_ranks
-        while context <= ranks:
-            if DistributedConfig(context_ranks=context).fault_of_heads(*heads) is None:
-                yield context
-            context *= 2
 
     def _server_is_too_large(self, config: Config, slots: int) -> bool:
         return any(need.total > self._capacity for need in self._servers(changed(config, [f"rollout.slots={slots}"])))

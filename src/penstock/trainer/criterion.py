@@ -74,7 +74,7 @@ class Criterion:
         """`model` is placed. `autocast`: makes the context of forward passes. `max_staleness`: largest number of
         versions between sampling and training."""
         self._model, self._config, self._has_adapters = model, config.objective, config.lora is not None
-        self._autocast, self._strategy = autocast, strategy
+        self._autocast = autocast
         self._proximal = snapshot_of(model, strategy, await_copy) if self._config.proximal == "snapshot" else None
         self._parity = Parity(model, await_copy, every=config.canaries.parity_every, max_staleness=max_staleness)
 
@@ -87,7 +87,7 @@ class Criterion:
         samples: Tensor,  # [N], number of the token's sample, below N
         staleness: Tensor,  # [N], versions
         comparable: Tensor,  # [N], whether `compared_version` sampled all tokens of the sample up to this one
-        compares: bool,  # whether any token is comparable
+        compares: bool,  # whether any token is comparable; with shards, of any rank
         reference: Tensor | None = None,  # [N], its log-probabilities, unless it is the policy without adapters
     ) -> dict[str, Tensor]:
         """Return the values of each name in `statistics.SUMS`, [N].
@@ -110,8 +110,6 @@ class Criterion:
                 reference = self._evaluated(self._model, micro)
         if reference is not None:
             kl = kl_k3(logprobs, reference)
-        # A forward pass of a sharded copy needs all ranks, even a rank without comparable tokens.
-        compares = compares or self._strategy.is_sharded
         compared = self._logprobs(self._parity.copy, micro) if compares else None
         difference = ((logprobs if compared is None else compared) - behaviour).abs() * comparable
         loss = (objective.loss * (1.0 - is_mastered) + config.kl_coef * kl) * shares(samples, config.normalize)
@@ -127,6 +125,11 @@ class Criterion:
             "kl_reference": kl,
             "mastered_fraction": is_mastered,
         }
+
+    @property
+    def has_parity_copy(self) -> bool:
+        """Return whether tokens are compared with a copy of the policy. It is the same on all ranks."""
+        return self._parity.copy is not None
 
     def compared_version(self, policy_version: int) -> int:
         """Return the version with samples that compare engine and trainer while `policy_version` is trained."""

@@ -89,7 +89,7 @@ class Critic(ModelRole):
                 near = before + (value - before).clamp(-self._settings.clip, self._settings.clip)
                 loss = 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2)
                 loss.sum().backward()  # type: ignore[no-untyped-call]
-                if self._strategy.counts:
+                if self._strategy.is_counted:
                     self._loss += loss.detach().sum()
                     self._tokens += len(value)
 
@@ -133,7 +133,7 @@ class Critic(ModelRole):
         """Return V at the micro-batch's trained tokens, [N]."""
         with self._autocast():
             value: Tensor = self._function(micro.inputs, micro.rows, micro.columns, micro.boundaries)
-        return micro.whole(value)[:, 0]
+        return micro.of_all_tokens(value)[:, 0]
 
 
 def whitened(parts: Sequence[Batch]) -> list[Batch]:

@@ -39,7 +39,7 @@ def token_logprobs(model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, T
         found = token_statistics(token_logits(model, micro), micro.chosen, temperature=micro.temperature)
     else:
         found = _in_chunks(model, layer, micro)
-    logprobs, entropies = micro.whole(torch.stack(found, dim=-1)).unbind(-1)
+    logprobs, entropies = micro.of_all_tokens(torch.stack(found, dim=-1)).unbind(-1)
     return logprobs, entropies.detach()
 
 

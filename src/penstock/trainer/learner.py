@@ -176,18 +176,24 @@ class Learner(ModelRole):
         if "reference" in self._config.roles:
             columns["reference"] = flatten(batch["reference"], np.float32)
         with self.busy:
+            compared_together = False
+            if self._strategy.is_sharded and self._criterion.has_parity_copy:  # its passes need all ranks
+                any_here = float((masks.in_loss & comparable).any())
+                compared_together = any(self._ranks.largest([any_here], "see if tokens are compared"))
             for micro in self._passes.of(table):
                 own = {name: column[micro.tokens] for name, column in columns.items()}
                 own["samples"] = np.unique(micro.samples, return_inverse=True)[1]
                 inputs = {name: on_device(column, self._device) for name, column in own.items()}
-                rows = self._criterion.rows(micro, compares=bool(own["comparable"].any()), **inputs)
+                compares = compared_together if self._strategy.is_sharded else bool(own["comparable"].any())
+                rows = self._criterion.rows(micro, compares=compares, **inputs)
                 rows["loss"].sum().backward()  # type: ignore[no-untyped-call]
-                if self._strategy.counts:
+                if self._strategy.is_counted:
                     self._pending.add_tokens(rows)
         ages = masks.staleness[masks.in_loss]
         stale = masks.sampled & (masks.staleness > self._max_staleness)
-        once = float(self._strategy.counts)
-        counted = {"samples": once * len(batch), "tokens": once * len(ages), "tokens_masked_stale": once * stale.sum()}
+        once = float(self._strategy.is_counted)
+        counted = {"samples": len(batch), "tokens": len(ages), "tokens_masked_stale": stale.sum()}
+        counted = {name: once * float(count) for name, count in counted.items()}
         self._pending.add_counts(
             **counted,
             trained_samples=once * (table.widths > 0).sum(),

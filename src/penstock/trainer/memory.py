@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from penstock.trainer.forward import recompute_activations, shares_prefixes, tok
 from penstock.trainer.lora import attach
 from penstock.trainer.packing import TokenTable, micro_batches
 from penstock.trainer.ranks import BUCKET_ELEMENTS
-from penstock.trainer.strategy import layers_of
+from penstock.trainer.strategy import check_shared_passes, layers_of
 
 CPU = torch.device("cpu")
 EXPERTS = "grouped_mm"
@@ -178,7 +178,7 @@ def learner_bytes(
     roles: list[str],
 ) -> LearnerBytes:
     """Return what one process of the trainer needs. `longest`: tokens of the longest sample. `dtype`: of the
-    computation. `roles`: the roles in the process."""
+    computation. `roles`: the roles in the process. Raises `ConfigError` for settings that the model cannot have."""
     size = sizes(architecture, trainer)
     sharded = trainer.distributed.shards(ranks=trainer.ranks, num_parameters=size.all)
     parts = trainer.distributed.num_shards(ranks=trainer.ranks, num_parameters=size.all)
@@ -196,16 +196,20 @@ def learner_bytes(
         computed, unit = dtype.itemsize, max(size.layer, size.outside)
         gathered = computed * (2 * size.layer + size.outside) + (computed + MASTER_BYTES) * unit
     context = trainer.distributed.context_ranks
+    if context > 1:
+        check_shared_passes(_hollow(architecture), trainer.distributed)
     tokens = -(-max(trainer.tokens_per_microbatch, longest) // context)
     shape = Pass(
         tokens=tokens,
         longest=min(longest, tokens),
         dtype=dtype,
-        lora="" if trainer.lora is None else trainer.lora.model_dump_json(),
         sharded=sharded,
-        packs=sharded or on_accelerator,
+        packs=sharded or on_accelerator or context > 1,
         recomputed=trainer.activation_checkpointing,
     )
+    shapes = [shape] if trainer.lora is None or "critic" in roles else []
+    if acts and trainer.lora is not None:
+        shapes.append(replace(shape, lora=trainer.lora.model_dump_json()))
     # without a fused optimizer the square roots of the second moments are made for all parameters
     optimizer_step = 0 if on_accelerator else MASTER_BYTES * trained // parts
     if trainer.ranks > 1 and not sharded:
@@ -218,7 +222,7 @@ def learner_bytes(
         states=states,
         copies=copies,
         gathered=gathered,
-        one_pass=pass_bytes(architecture, shape),
+        one_pass=max(pass_bytes(architecture, shape) for shape in shapes),
         optimizer_step=optimizer_step,
         saved=saved,
         is_in_main_memory=not on_accelerator,

@@ -80,18 +80,18 @@ class TokenTable:
 class Boundaries:
     """Where the samples of a packed row begin and end."""
 
-    positions: Tensor  # [1, num_tokens], of each token in its sample
+    positions: Tensor  # [1, num_tokens], of each token in its sample; if ranks share the row, of this rank's tokens
     ends: Tensor  # [num_samples + 1], int32: 0, and the place behind each sample
     lengths: tuple[int, ...]
     context: Context | None = None
-    """The ranks that share the row. `positions` are those of this rank's run of tokens."""
+    """The ranks that share the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """R padded rows of L columns, the N trained tokens that they predict, and the P padded prefixes of the rows. Or one
     row of packed samples, without padding and prefixes. Several ranks may share such a row: then all tensors are those
-    of this rank's run of tokens, and `whole` returns the values of all N tokens."""
+    of this rank's run of tokens, and `of_all_tokens` gives the values of all N."""
 
     prefixes: Tensor  # [P, K] token ids; K is 0 where nothing is shared
     prefix_rows: Tensor  # [R], index of each row's prefix
@@ -108,7 +108,7 @@ class MicroBatch:
     counts: tuple[int, ...] = ()
     """Trained tokens of each rank that shares the row."""
 
-    def whole(self, values: Tensor) -> Tensor:
+    def of_all_tokens(self, values: Tensor) -> Tensor:
         """Return the values of all trained tokens, [N, ...], from those that this rank has computed."""
         context = self.boundaries.context if self.boundaries is not None else None
         return values if context is None else context.gathered(values, self.counts)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
-from penstock.config import ConfigError, TrainerConfig
+from penstock.config import ConfigError, DistributedConfig, TrainerConfig
 from penstock.model.load_policy import without_weights
 from penstock.trainer.context_parallel import Context, context_of
 from penstock.trainer.packed_attention import pack
@@ -65,8 +65,8 @@ class Strategy:
         self.shard = Shard(number=0, num_shards=1, is_saved=ranks.is_first)
 
     @property
-    def counts(self) -> bool:
-        """Return whether this rank counts what its passes have computed: one of those that share them does."""
+    def is_counted(self) -> bool:
+        """Return whether what this rank computes is counted: of the ranks that share passes, one is."""
         return self.context is None or self.context.is_first
 
     def place(self, module: Module, *, precise: Sequence[Module] = ()) -> None:
@@ -212,19 +212,11 @@ def strategy_of(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks, co
     packed on accelerators and by shards, if the policy can do that. Replicas on CPUs share prompts, which pays more.
     Raises `ConfigError` if ranks cannot share passes as configured.
     """
-    sharded, shared = is_sharded(policy, config, ranks), min(config.distributed.context_ranks, ranks.size)
+    sharded = is_sharded(policy, config, ranks)
+    shared = min(config.distributed.context_ranks, ranks.size)  # a trainer that only publishes weights is one rank
     packs = (sharded or policy.device.type != "cpu" or shared > 1) and pack(policy)
     if shared > 1:
-        model = policy.config.get_text_config()
-        heads = model.num_attention_heads, getattr(model, "num_key_value_heads", model.num_attention_heads)
-        fault = config.distributed.fault_of_heads(*heads)
-        if not packs:
-            fault = (
-                f"trainer.distributed.context_ranks ({shared}): ranks cannot share the passes of a {model.model_type} "
-                "model, whose layers do more than plain causal attention: set it to 1"
-            )
-        if fault:
-            raise ConfigError(fault)
+        check_shared_passes(policy, config.distributed)
     context = context_of(ranks, shared)
     if sharded:
         return Sharded(
@@ -236,6 +228,19 @@ def strategy_of(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks, co
             context=context,
         )
     return Strategy(ranks, policy.device, packs=packs, context=context)
+
+
+def check_shared_passes(policy: PreTrainedModel, config: DistributedConfig) -> None:
+    """Raise `ConfigError` if `context_ranks` ranks cannot share the passes of a model, which may be without weights."""
+    model = policy.config.get_text_config()
+    if not pack(policy):
+        raise ConfigError(
+            f"trainer.distributed.context_ranks ({config.context_ranks}): ranks cannot share the passes of a "
+            f"{model.model_type} model, whose layers do more than plain causal attention: set it to 1"
+        )
+    heads = model.num_attention_heads
+    if fault := config.fault_of_heads(heads, getattr(model, "num_key_value_heads", None) or heads):
+        raise ConfigError(fault)
 
 
 def compile_layers(model: Module) -> None:
