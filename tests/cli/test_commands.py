@@ -157,7 +157,7 @@ def test_dry_run_shows_the_source_of_tasks_that_fits_the_environment(
         ("env.name=singel_turn", 2, "single_turn"),
         ("env.reward=maths", 2, "did you mean math?"),
         ("trainer={ranks: 4, distributed: {context_ranks: 3}}", 2, "context_ranks (3) does not divide ranks (4)"),
-        ("trainer={ranks: 3, distributed: {context_ranks: 3}}", 1, "the model has 4 heads of attention, with 2"),
+        ("trainer={ranks: 3, distributed: {context_ranks: 3}}", 1, "3 ranks cannot share the 4 attention heads"),
         ("env.reward=nowhere.py:Reward", 2, "there is no"),
     ],
 )

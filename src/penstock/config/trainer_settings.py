@@ -164,9 +164,9 @@ class DistributedConfig(Section):
         if heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0):
             return None
         return (
-            f"trainer.distributed.context_ranks ({size}): the model has {heads} heads of attention, with {key_heads} "
-            "of keys and values, and so many ranks cannot share them: choose a number that divides the former, and "
-            "that divides the latter or is a multiple of them"
+            f"trainer.distributed.context_ranks ({size}): {size} ranks cannot share the {heads} attention heads of the "
+            f"model and its {key_heads} heads of keys and values: choose a divisor of {heads} that also divides "
+            f"{key_heads} or is a multiple of {key_heads}"
         )
 
     def contradictions(self) -> Iterator[str]:

@@ -39,8 +39,8 @@ def token_logprobs(model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, T
         found = token_statistics(token_logits(model, micro), micro.chosen, temperature=micro.temperature)
     else:
         found = _in_chunks(model, layer, micro)
-    logprobs, entropies = micro.of_all_tokens(torch.stack(found, dim=-1)).unbind(-1)
-    return logprobs, entropies.detach()
+    logprobs, entropies = map(micro.of_all_tokens, found)
+    return logprobs, entropies
 
 
 def token_statistics(

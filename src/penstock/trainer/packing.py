@@ -273,8 +273,8 @@ def micro_batches(
 
     A micro-batch has at most `max_tokens` tokens with padding, unless a single sample is longer. It is split if its
     padding exceeds `pass_cost`, the cost of one more pass in tokens. With `share_prefixes`, samples with an equal
-    prompt share its computation where that is cheaper. With `pack`, samples are packed, into the passes to which they
-    were assigned if they were. `context`: the ranks that share each pass, whose samples must be packed.
+    prompt share its computation where that is cheaper. With `pack`, samples are packed. If they were assigned to
+    passes, these are kept. `context`: the ranks that share each pass; this needs `pack`.
     """
     if pack and table.passes is not None:
         samples = np.flatnonzero(table.widths)

@@ -1,9 +1,9 @@
 """The policy as it was at some version, beside the present one: for the proximal policy of an objective, and for the
 comparison with the engine.
 
-A copy of all weights can be a model of its own. A copy of the trained weights alone takes turns with them: they are
-exchanged for as long as a pass of the copy takes. So adapters need no copy of their base, and a copy that is rarely
-used can wait in main memory.
+A copy of all weights can be a model of its own. A copy of the trained weights alone has no model: for a pass of the
+copy, its weights and those of the policy are exchanged. So adapters need no copy of their base, and a copy that is
+rarely used can wait in main memory.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Exchange:
             present = here.clone()
             here.copy_(there, non_blocking=True)
             there.copy_(present, non_blocking=True)
-        if others and here.device.type != "cpu":  # shards are gathered on another stream, which waits for nothing here
+        if others and here.device.type != "cpu":  # FSDP gathers shards on a stream that does not wait for this one
             torch.accelerator.current_stream(here.device).synchronize()
 
 

@@ -194,8 +194,8 @@ class Ranks:
         return self._combined(values, operation, distributed.ReduceOp.MAX)
 
     def group(self, size: int) -> distributed.ProcessGroup:
-        """Return this rank's group of `size` neighbouring ranks, for collectives that have the same deadline and raise
-        torch's own errors."""
+        """Return this rank's group of `size` neighbouring ranks. Its collectives have the same deadline, and raise
+        torch's own errors. All ranks must call this."""
         if size not in self._groups:
             timeout = timedelta(seconds=self._timeout_s)
             for first in range(0, self.size, size):

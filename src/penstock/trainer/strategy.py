@@ -3,8 +3,9 @@
 Replicas accumulate gradients locally, and sum them over ranks once per step. With shards, every forward or backward
 pass of one rank is a pass of all ranks: layers are gathered when needed, and gradients are reduced to shards. Ranks
 with fewer micro-batches therefore run passes over empty ones. Shards also exclude prefix sharing: gradients through
-cached keys and values bypass the layers' outputs, and FSDP attaches its gathering to those outputs. Shards are float32.
-In a run that computes in bfloat16, layers are gathered in bfloat16, and their gradients are reduced in float32.
+cached keys and values bypass the layers' outputs, and FSDP attaches its gathering to those outputs. Trained shards are
+float32. In a run that computes in bfloat16, layers are gathered in bfloat16, and their gradients are reduced in
+float32.
 
 With `shard_ranks`, groups of ranks hold equal shards. Layers are gathered within a group, and gradients are summed over
 the groups as well (HSDP).
@@ -235,8 +236,8 @@ def check_shared_passes(policy: PreTrainedModel, config: DistributedConfig) -> N
     model = policy.config.get_text_config()
     if not pack(policy):
         raise ConfigError(
-            f"trainer.distributed.context_ranks ({config.context_ranks}): ranks cannot share the passes of a "
-            f"{model.model_type} model, whose layers do more than plain causal attention: set it to 1"
+            f"trainer.distributed.context_ranks ({config.context_ranks}): ranks can only share the passes of models "
+            f"with plain causal attention in every layer, and a {model.model_type} model has other layers: set it to 1"
         )
     heads = model.num_attention_heads
     if fault := config.fault_of_heads(heads, getattr(model, "num_key_value_heads", None) or heads):
