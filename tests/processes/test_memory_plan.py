@@ -39,7 +39,7 @@ def test_a_replica_of_eight_billion_parameters_fits_nowhere_and_shards_would() -
     plan = plan_of(wanted)
     (actor, server) = plan.needs
     assert actor.who == "actor" and actor.count == 2 and server.who == "rollout server"
-    assert actor.parts["weights, gradients, moments"] == pytest.approx(131e9, rel=0.01)
+    assert actor.parts["weights, gradients, moments"] == pytest.approx(147e9, rel=0.01)
     assert not plan.fits and plan.tensors > plan.capacity
     assert "trainer.distributed.strategy=fsdp" in plan.remedies
     again = plan_of(changed(wanted, plan.remedies))
@@ -50,7 +50,7 @@ def test_what_is_named_is_the_first_that_fits() -> None:
     wanted = config(
         model={"path": str(EXAMPLE / "qwen3-8b"), "max_context": 2048, "device": "cpu"},
         env={"max_new_tokens": 2000},
-        trainer={"ranks": 8, "tokens_per_microbatch": 32_768},
+        trainer={"ranks": 8, "tokens_per_microbatch": 32_768, "activation_checkpointing": False},
     )
     plan = plan_of(wanted)
     assert not plan.fits
@@ -79,6 +79,24 @@ def test_larger_groups_of_shards_are_tried_before_adapters() -> None:
     wanted = config(trainer={"ranks": 4, "distributed": {"shard_ranks": 2}, "activation_checkpointing": True})
     plan = plan_of(wanted)
     assert not plan.fits and plan.remedies == ["trainer.distributed.shard_ranks=null"]
+
+
+def test_activations_are_recomputed_where_nothing_else_is_said_and_they_must_be() -> None:
+    few = {"model": {"max_context": 2048}, "env": {"max_new_tokens": 2000}}
+    small, large = (
+        plan_of(config(**few, trainer={"ranks": 8, "tokens_per_microbatch": tokens})) for tokens in (2048, 32_768)
+    )
+    assert small.fits and not any("recomputed" in part for part in small.needs[0].parts)
+    assert large.fits and any("recomputed" in part for part in large.needs[0].parts)
+
+
+def test_moments_wait_in_main_memory_before_more_devices_are_asked_for() -> None:
+    wanted = config(trainer={"ranks": 2}, rollout={"slots": 4})
+    plan = plan_of(wanted, gib=72)
+    assert not plan.fits
+    assert "trainer.offload=[activations,optimizer]" in plan.remedies
+    assert not any("ranks" in word for word in plan.remedies)
+    assert plan_of(changed(wanted, plan.remedies), gib=72).fits
 
 
 def test_foreign_engines_have_settings_of_their_own() -> None:

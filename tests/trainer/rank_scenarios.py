@@ -41,6 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "copies": {"objective": COPIES, "canaries": {"parity_every": 1}},
     "lora_copies": {"lora": {"rank": 4}, "objective": COPIES, "canaries": {"parity_every": 1}},
     "recomputed": {"activation_checkpointing": True},
+    "offloaded": {"critic": {"learning_rate": 1e-3}, "offload": ["optimizer"]},
     "noise": {},
     "chunked": {},
     "context": {"distributed": {"context_ranks": 2}, "activation_checkpointing": True},
@@ -53,7 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "context_sequence": {"distributed": {"context_ranks": 4}, "objective": {"name": "gspo"}, "lora": {"rank": 4}},
 }
 """Of the trainer, by scenario."""
-HOW = ("activation_checkpointing", "tokens_per_microbatch", "distributed")
+HOW = ("activation_checkpointing", "offload", "tokens_per_microbatch", "distributed")
 """Settings that say how something is computed, and not what. One rank computes in the plainest way."""
 NUM_DRAWN = 8
 
@@ -76,12 +77,13 @@ def drawn(number: int) -> dict[str, Any]:
         "activation_checkpointing": draw.random() < 0.5,
         "tokens_per_microbatch": draw.choice([16, 64, 8192]),
         "distributed": {"context_ranks": draw.choice([1, 2])},
+        "offload": draw.choice([[], ["optimizer"]]),
     }
 
 
 SETTINGS |= {f"drawn_{number}": drawn(number) for number in range(NUM_DRAWN)}
 ALL_ROLES = {"critic": {"learning_rate": 1e-3}, "objective": {"kl_coef": 0.1}}
-SAVED = ("critic", "copies", "lora_copies")
+SAVED = ("critic", "copies", "lora_copies", "offloaded")
 ROUNDED = ("all_roles", "lora_copies")
 """Which also compute in bfloat16."""
 FEW = ("decay", "context", "context_sequence", "drawn_0", "drawn_1", "drawn_2")

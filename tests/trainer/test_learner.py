@@ -179,10 +179,16 @@ def test_effective_sizes_are_those_of_ratios_whatever_the_objective_makes_of_the
     assert metrics["sample_ess"] == pytest.approx(3.5**2 / (3 * (0.25 + 1 + 4)), rel=1e-4), "a product of 4 counts 2"
 
 
-def test_recomputed_activations_change_nothing_but_memory(make_model: MakeModel, samples: list[Sample]) -> None:
-    plain, recomputed = make_model(), make_model()
+@pytest.mark.parametrize("offload", [False, True])
+def test_recomputed_activations_change_nothing_but_memory(
+    make_model: MakeModel, samples: list[Sample], device: torch.device, offload: bool
+) -> None:
+    if offload and device.type == "cpu":
+        pytest.skip("nothing leaves a CPU for main memory")
+    plain, recomputed = make_model(), make_model().to(device)
     accumulate(learner_for(plain), samples)
-    config = TrainerConfig(max_grad_norm=1e9, activation_checkpointing=True)
+    places = ["activations"] if offload else []
+    config = TrainerConfig.model_validate({"max_grad_norm": 1e9, "activation_checkpointing": True, "offload": places})
     learner = learner_for(recomputed, config)
     assert recomputed.is_activation_checkpointing
     accumulate(learner, samples)

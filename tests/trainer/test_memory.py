@@ -15,7 +15,7 @@ from transformers import Gemma2Config, GPT2Config, LlamaConfig, Qwen3Config, Qwe
 from penstock.config import ConfigError, LoraConfig, TrainerConfig
 from penstock.samples import Sample
 from penstock.trainer.learner import Learner
-from penstock.trainer.memory import LiveBytes, Pass, learner_bytes, pass_bytes, sizes
+from penstock.trainer.memory import LearnerBytes, LiveBytes, Pass, decided, learner_bytes, pass_bytes, sizes
 from penstock.trainer.prepare import prepare
 
 WIDE = SMALL | {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 5, "max_position_embeddings": 512}
@@ -31,17 +31,16 @@ def samples(number: int, length: int) -> list[Sample]:
     return [make_sample(each // 2, prompt=[1], response=response, reward=each % 2) for each in range(number)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["whole", "lora"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)
 def test_what_is_planned_is_what_a_learner_makes(
-    architecture: Any, lora: LoraConfig | None, checkpointed: bool
+    architecture: Any, lora: LoraConfig | None, checkpointed: bool, dtype: torch.dtype
 ) -> None:
     trainer = TrainerConfig(tokens_per_microbatch=1024, activation_checkpointing=checkpointed, lora=lora)
-    planned = learner_bytes(
-        architecture, trainer, longest=256, dtype=torch.float32, on_accelerator=False, roles=["actor"]
-    )
-    learner = Learner(small_model(architecture), trainer, max_staleness=9)
+    planned = learner_bytes(architecture, trainer, longest=256, dtype=dtype, on_accelerator=False, roles=["actor"])
+    learner = Learner(small_model(architecture), trainer, max_staleness=9, compute_dtype=dtype)
     batch, _ = prepare(samples(4, 257))
     for _ in range(2):  # the first step makes the optimizer's state
         learner.accumulate(batch)
@@ -49,12 +48,15 @@ def test_what_is_planned_is_what_a_learner_makes(
     gc.collect()
     learner.accumulate(batch)  # its gradients stay
     own = [*learner.model.parameters(), *(p.grad for p in learner.model.parameters() if p.grad is not None)]
+    with learner._strategy.computing():
+        own += learner.model.parameters()
     with LiveBytes(known=own) as live:
         learner.accumulate(batch)
     assert live.peak == pytest.approx(planned.one_pass, rel=0.1)
     trained = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
     base = sum(p.numel() for p in learner.model.parameters() if not p.requires_grad)
-    assert planned.states == 16 * trained + 4 * base
+    rounded = 0 if dtype == torch.float32 else 2
+    assert planned.states == (16 + rounded) * trained + dtype.itemsize * base
 
 
 def test_shards_need_less_and_recomputed_activations_too() -> None:
@@ -67,10 +69,46 @@ def test_shards_need_less_and_recomputed_activations_too() -> None:
         )
 
     replica, shard = needed(ranks=4), needed(ranks=4, distributed={"strategy": "fsdp"})
-    assert shard.states == replica.states // 4 and shard.copies == replica.copies // 4
+    num_weights = sizes(architecture, TrainerConfig()).all
+    assert replica.states == 18 * num_weights, "with rounded weights for passes"
+    assert shard.states == 16 * num_weights // 4 and shard.copies == replica.copies // 4
     assert shard.gathered > 0 == replica.gathered
     assert needed(activation_checkpointing=True).one_pass < 0.5 * needed().one_pass
     assert needed(lora={"rank": 2}).states < 0.5 * needed().states
+
+
+def test_what_waits_in_main_memory_needs_no_device() -> None:
+    architecture = ARCHITECTURES["qwen3"]
+
+    def needed(*offload: str, on_accelerator: bool = True) -> LearnerBytes:
+        trainer = TrainerConfig.model_validate(
+            {"tokens_per_microbatch": 1024, "activation_checkpointing": True, "offload": list(offload)}
+        )
+        return learner_bytes(
+            architecture, trainer, longest=256, dtype=torch.bfloat16, on_accelerator=on_accelerator, roles=["actor"]
+        )
+
+    size, inputs = sizes(architecture, TrainerConfig()), 1024 * 64 * 2
+    assert needed().one_pass - needed("activations").one_pass == pytest.approx(4 * inputs, rel=0.1)
+    assert needed().states - needed("optimizer").states == 8 * size.all
+    assert needed("optimizer").optimizer_step == 8 * size.all, "all of so small a model at a time"
+    assert needed("activations", "optimizer", on_accelerator=False) == needed(on_accelerator=False)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "capacity", "expected"),
+    [(None, None, False), (None, 2**30, True), (None, 2**40, False), (True, None, True), (False, 2**30, False)],
+)
+def test_activations_are_recomputed_if_they_must_be(wanted: bool | None, capacity: int | None, expected: bool) -> None:
+    found = decided(
+        ARCHITECTURES["qwen3"],
+        TrainerConfig(activation_checkpointing=wanted),
+        longest=256,
+        dtype=torch.bfloat16,
+        roles=["actor"],
+        capacity=capacity,
+    )
+    assert found.activation_checkpointing is expected
 
 
 def test_a_pass_is_counted_without_its_memory() -> None:
@@ -107,7 +145,7 @@ def test_adapters_need_a_base_in_the_dtype_of_the_passes_and_no_copy_of_it() -> 
         ARCHITECTURES["qwen3"], trainer, longest=64, dtype=torch.bfloat16, on_accelerator=True, roles=trainer.roles
     )
     size = sizes(ARCHITECTURES["qwen3"], trainer)
-    assert needed.states == 2 * size.all + 16 * size.trained
+    assert needed.states == 2 * size.all + 18 * size.trained
     assert needed.copies == 4 * size.trained, "adapters of the snapshot; those of the parity check are in main memory"
 
 

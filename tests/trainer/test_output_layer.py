@@ -100,10 +100,9 @@ def test_a_model_that_does_more_to_its_logits_is_left_to_itself() -> None:
     assert OutputLayer.of(other) is None
 
 
-def test_a_probe_is_not_confused_by_the_callers_precision() -> None:
-    model = small_model(LlamaConfig(**SMALL))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert OutputLayer.of(model) == (model.lm_head, Scaling())
+def test_a_probe_is_not_confused_by_the_models_precision() -> None:
+    model = small_model(LlamaConfig(**SMALL)).to(torch.bfloat16)
+    assert OutputLayer.of(model) == (model.lm_head, Scaling())
 
 
 def test_every_model_is_probed_by_itself() -> None:
@@ -134,19 +133,18 @@ def test_any_chunk_of_any_layer(
     num_tokens: int, factor: float, cap: float | None, has_bias: bool, dtype: torch.dtype, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    head = torch.nn.Linear(8, 60, bias=has_bias)
-    hidden, chosen = torch.randn(num_tokens, 8), torch.randint(0, 60, (num_tokens,))
+    head = torch.nn.Linear(8, 60, bias=has_bias, dtype=dtype)
+    hidden, chosen = torch.randn(num_tokens, 8, dtype=dtype), torch.randint(0, 60, (num_tokens,))
     temperature, weights = torch.rand(num_tokens) + 0.5, torch.randn(num_tokens)
     layer, results = OutputLayer(head, Scaling(factor, cap)), []
     for in_chunks in (True, False):
         given_hidden = hidden.clone().requires_grad_()
         head.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            if in_chunks:
-                found = layer.statistics(given_hidden, chosen, temperature=temperature)
-            else:
-                logits = layer.scaling(head(given_hidden).float())
-                found = forward.token_statistics(logits, chosen, temperature=temperature)
+        if in_chunks:
+            found = layer.statistics(given_hidden, chosen, temperature=temperature)
+        else:
+            logits = layer.scaling(head(given_hidden).float())
+            found = forward.token_statistics(logits, chosen, temperature=temperature)
         (found[0] * weights).sum().backward()
         results.append([*found, given_hidden.grad, *(p.grad for p in head.parameters())])
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2}

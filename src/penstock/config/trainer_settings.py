@@ -259,9 +259,14 @@ class TrainerConfig(Section):
     advantages: AdvantagesConfig = AdvantagesConfig()
     tokens_per_microbatch: int = Field(8192, ge=1)
     """Maximum number of tokens per forward pass, padding included."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time. Prompts are then not shared between
-    samples."""
+    activation_checkpointing: bool | None = None
+    """Recompute activations in the backward pass: less memory, more time. Prompts are then not shared between samples.
+    If unset, an accelerator does so if the memory plan says that it must."""
+    offload: list[Literal["activations", "optimizer"]] = Field(default_factory=list)
+    """What waits in pinned main memory while the accelerator does not need it. `activations`: what
+    `activation_checkpointing` keeps for the backward pass, two bytes per token and unit of width in each layer.
+    `optimizer`: the moments, 8 of the 16 bytes per trained weight; each step brings them in turns to the device, which
+    takes most of a second for a billion weights."""
     compile: bool = False
     """Compile the layers of the trainer's models, for any number of tokens. A layer then has a third of the kernels,
     which pays on accelerators where kernels are short. The first passes take a minute or more."""
@@ -298,6 +303,8 @@ class TrainerConfig(Section):
             yield f"distributed.context_ranks ({context}) does not divide ranks ({self.ranks})"
         if self.critic is not None and self.advantages.are_of_turns:
             yield f"advantages {self.advantages.name} needs no critic: leave out one of the two"
+        if "activations" in self.offload and not self.activation_checkpointing:
+            yield "offload names activations: set activation_checkpointing, which makes them few enough to move"
         for role in self.split:
             if role not in self.roles:
                 way = "set trainer.critic, or"

@@ -27,16 +27,13 @@ from penstock.model.load_policy import resolve_device, resolve_dtype
 from penstock.model.tiny import write_tiny_model
 from penstock.processes.layout import places, takes_turns
 from penstock.rollout.room import bytes_of_token
-from penstock.trainer.memory import Sizes, architecture_of, learner_bytes, sizes
+from penstock.trainer.memory import Sizes, architecture_of, decided, learner_bytes, sizes, with_reserve
 
-RESERVE_BYTES = 2**30
-"""Of every process that computes: libraries, the device's context, and their workspaces."""
-FRAGMENTS = 0.05
-"""Share of the tensors that is lost between them."""
 MOST_RANKS = 512
 """Largest number of ranks that is tried."""
 LOGIT_COPIES = 3
 """Float32 tensors of a vocabulary's width that sampling makes for each slot."""
+OFFLOAD = "trainer.offload="
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class Need:
 
     @property
     def total(self) -> int:
-        return int(self.tensors * (1 + FRAGMENTS)) + RESERVE_BYTES
+        return with_reserve(self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,20 +135,19 @@ class Planner:
         if config.pipeline != "train":
             return
         for place, roles in places(config).items():
-            found = learner_bytes(
-                self._architecture,
-                config.trainer,
-                longest=config.model.max_context,
-                dtype=self._dtype,
-                on_accelerator=self._device.type != "cpu",
-                roles=roles,
-            )
+            on_accelerator = self._device.type != "cpu"
+            known: dict[str, Any] = {"longest": config.model.max_context, "dtype": self._dtype, "roles": roles}
+            capacity = self._capacity if on_accelerator else None
+            trainer = decided(self._architecture, config.trainer, capacity=capacity, **known)
+            found = learner_bytes(self._architecture, trainer, on_accelerator=on_accelerator, **known)
             ranks = config.trainer.ranks
             sharded = config.trainer.distributed.shards(ranks=ranks, num_parameters=self._sizes.all)
             tokens = max(config.trainer.tokens_per_microbatch, config.model.max_context)
             passing = f"a pass of {tokens:,} tokens"
             if (context := config.trainer.distributed.context_ranks) > 1:
                 passing += f" on {context} ranks"
+            if trainer.activation_checkpointing:
+                passing += ", activations recomputed"
             parts = {
                 "weights, gradients, moments" + (" (a shard)" if sharded else ""): found.states,
                 "copies: " + ", ".join(_copies(config, roles, on_cpu=self._device.type == "cpu")): found.copies,
@@ -198,10 +194,12 @@ class Planner:
             ),
             ("trainer.activation_checkpointing=true", not trainer.activation_checkpointing),
             ("trainer.distributed.shard_ranks=null", trainer.distributed.shard_ranks is not None),
+            (f"{OFFLOAD}[activations]", "activations" not in trainer.offload),
         ):
             if is_one:
                 words = [*words, step]
                 yield words
+        yield _with_all_offloaded(words)
         is_one_machine = config.cluster.address is None
         most_ranks = self._num_devices if is_one_machine and self._num_devices else MOST_RANKS
         ranks = max(config.trainer.ranks, 2)
@@ -210,6 +208,7 @@ class Planner:
             strategy = [] if sharded else ["trainer.distributed.strategy=fsdp"]
             with_ranks = [*words, *strategy, f"trainer.ranks={ranks}"]
             yield with_ranks
+            yield _with_all_offloaded(with_ranks)
             context = 2 * trainer.distributed.context_ranks
             while context <= ranks:
                 yield [*with_ranks, f"trainer.distributed.context_ranks={context}"]
@@ -220,6 +219,10 @@ class Planner:
 
     def _server_is_too_large(self, config: Config, slots: int) -> bool:
         return any(need.total > self._capacity for need in self._servers(changed(config, [f"rollout.slots={slots}"])))
+
+
+def _with_all_offloaded(words: Sequence[str]) -> list[str]:
+    return [*(word for word in words if not word.startswith(OFFLOAD)), f"{OFFLOAD}[activations,optimizer]"]
 
 
 def _halved(slots: int) -> Iterator[int]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.config import Config
+from penstock.config import Config, TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.groups.collect import add, first, reduce
 from penstock.groups.intent import PerRank, Shard
@@ -27,12 +27,13 @@ from penstock.groups.role import Rank
 from penstock.model.load_policy import hollow_policy, load_policy, resolve_dtype, with_tied_names
 from penstock.own_files import remove_tree
 from penstock.processes.devices import device_of, num_threads, num_usable_cpus
-from penstock.processes.layout import trainer_nodes
+from penstock.processes.layout import places, trainer_nodes
 from penstock.scheduler.segments import max_trained_tokens
 from penstock.supervisor.child import ADDRESS
 from penstock.supervisor.janitor import RUNTIME_DIR
 from penstock.trainer.critic import Critic
 from penstock.trainer.learner import Learner
+from penstock.trainer.memory import decided
 from penstock.trainer.model_role import ModelRole
 from penstock.trainer.ranks import Ranks, Rendezvous
 from penstock.trainer.reference import Reference
@@ -112,6 +113,22 @@ class TrainerRank:
 
     write = of_held(ModelRole.write)
     is_written = of_held(ModelRole.is_written, collect=all)
+
+    def _settings(self, model: PreTrainedModel) -> TrainerConfig:
+        """Return the trainer's settings, with all that depends on the device decided. Nothing leaves a CPU for main
+        memory, which is the same."""
+        on_cpu, settings = self._device.type == "cpu", self._config.trainer
+        capacity = None if on_cpu else int(torch.get_device_module(self._device).mem_get_info(self._device)[1])
+        if on_cpu:
+            settings = settings.model_copy(update={"offload": []})
+        return decided(
+            model.config,
+            settings,
+            longest=self._config.model.max_context,
+            dtype=self._dtype,
+            roles=list(places(self._config).values())[self._place],
+            capacity=capacity,
+        )
 
     def _policy(self, directory: Path, *, weights: bool = True, whole: bool = False) -> PreTrainedModel:
         """Return the policy in the form that `strategy_of` takes.
@@ -194,7 +211,7 @@ class Actor(TrainerRank):
         config = self._config
         return Learner(
             self._model,
-            config.trainer,
+            self._settings(self._model),
             max_staleness=config.scheduler.max_staleness,
             policy_version=self._first_version,
             max_tokens=max_trained_tokens(config),
@@ -231,7 +248,7 @@ class PolicyCopyRank(TrainerRank, Generic[Held]):
         config = self._config
         self._held = self._kind(
             self._loaded,
-            config.trainer,
+            self._settings(self._loaded),
             max_staleness=config.scheduler.max_staleness,
             compute_dtype=self._dtype,
             ranks=self._ranks,

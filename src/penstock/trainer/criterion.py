@@ -11,12 +11,12 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from penstock.config import TrainerConfig
-from penstock.trainer.forward import Autocast, token_logprobs
+from penstock.trainer.forward import token_logprobs
 from penstock.trainer.lora import without_adapters
 from penstock.trainer.losses.objective import OBJECTIVES, Tokens
 from penstock.trainer.losses.parts import kl_k3, mastered, ratio, sequence_ratio, shares
 from penstock.trainer.packing import MicroBatch
-from penstock.trainer.policy_copy import AwaitCopy, ParityCopy, PolicyCopy, snapshot_of
+from penstock.trainer.policy_copy import AwaitCopy, Exchange, ParityCopy, PolicyCopy, snapshot_of
 from penstock.trainer.strategy import Strategy
 
 SAMPLE_WEIGHT_CAP = 2.0
@@ -30,9 +30,9 @@ class Parity:
     time to time, a copy of the published policy until samples of that version arrive.
     """
 
-    def __init__(self, model: PreTrainedModel, await_copy: AwaitCopy, *, every: int | None, max_staleness: int) -> None:
+    def __init__(self, exchange: Exchange, *, every: int | None, max_staleness: int) -> None:
         """`every`: number of steps without a comparable token after which a copy is made; None: never."""
-        self._model, self._await_copy = model, await_copy
+        self._exchange = exchange
         self._every, self._max_staleness = every, max_staleness
         self.copy: ParityCopy | None = None
         """Copy of the policy at version `_copied`; None while the policy itself is compared."""
@@ -52,7 +52,7 @@ class Parity:
         if self.copy is not None and (num_compared or policy_version - self._copied > self._max_staleness):
             self.copy, self._num_quiet = None, 0
         if self.copy is None and self._every is not None and self._num_quiet >= self._every:
-            self.copy, self._copied = ParityCopy(self._model, self._await_copy), policy_version
+            self.copy, self._copied = ParityCopy(self._exchange), policy_version
 
 
 class Criterion:
@@ -67,16 +67,14 @@ class Criterion:
         config: TrainerConfig,
         *,
         strategy: Strategy,
-        autocast: Autocast,
         await_copy: AwaitCopy,
         max_staleness: int,
     ) -> None:
-        """`model` is placed. `autocast`: makes the context of forward passes. `max_staleness`: largest number of
-        versions between sampling and training."""
+        """`model` is placed. `max_staleness`: largest number of versions between sampling and training."""
         self._model, self._config, self._has_adapters = model, config.objective, config.lora is not None
-        self._autocast = autocast
-        self._proximal = snapshot_of(model, strategy, await_copy) if self._config.proximal == "snapshot" else None
-        self._parity = Parity(model, await_copy, every=config.canaries.parity_every, max_staleness=max_staleness)
+        exchange = Exchange(model, strategy, await_copy)
+        self._proximal = snapshot_of(exchange, strategy) if self._config.proximal == "snapshot" else None
+        self._parity = Parity(exchange, every=config.canaries.parity_every, max_staleness=max_staleness)
 
     def rows(
         self,
@@ -92,11 +90,10 @@ class Criterion:
     ) -> dict[str, Tensor]:
         """Return the values of each name in `statistics.SUMS`, [N].
 
-        Only `loss` carries a gradient. The caller runs the backward pass on its sum.
+        Only `loss` carries a gradient. The caller runs the backward pass on its sum, and both in `Strategy.computing`.
         """
         config = self._config
-        with self._autocast():
-            logprobs, entropy = token_logprobs(self._model, micro)
+        logprobs, entropy = token_logprobs(self._model, micro)
         proximal = self._logprobs(self._proximal, micro)
         tokens = Tokens(logprobs, behaviour, advantages, samples, staleness, proximal)
         objective = OBJECTIVES[config.name](tokens, config)
@@ -170,5 +167,5 @@ class Criterion:
             return self._evaluated(model, micro)
 
     def _evaluated(self, model: PreTrainedModel, micro: MicroBatch) -> Tensor:
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad():
             return token_logprobs(model, micro)[0]

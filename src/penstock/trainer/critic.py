@@ -46,8 +46,7 @@ class ValueFunction(torch.nn.Module):
             packed_attention.check_packs(self.body.config)
             others = packed_attention.arguments(boundaries)
         hidden = self.body(input_ids=inputs, **others).last_hidden_state[rows, columns].float()
-        with torch.autocast(hidden.device.type, enabled=False):
-            values: Tensor = self.head(hidden)
+        values: Tensor = self.head(hidden)
         return values
 
 
@@ -65,7 +64,7 @@ class Critic(ModelRole):
         self._function = ValueFunction(model)
         self._strategy.place(self._function, precise=[self._function.head])
         self._parameters = list(self._function.parameters())
-        self._optimizer = adamw(self._parameters)
+        self._optimizer = adamw(self._parameters, offload="optimizer" in self._config.offload)
         self._optimizers = [self._optimizer]
         self._loss, self._tokens = self._no_loss(), 0
 
@@ -82,7 +81,7 @@ class Critic(ModelRole):
         """
         table = self._table(batch, self._masks(batch, policy_version).in_loss)
         returns, values = (flatten(batch[name], np.float32) for name in ("returns", "values"))
-        with self.busy:
+        with self.busy, self._strategy.computing():
             for micro in self._passes.of(table):
                 value = self._values_of(micro)
                 target, before = (on_device(array[micro.tokens], value.device) for array in (returns, values))
@@ -131,8 +130,7 @@ class Critic(ModelRole):
 
     def _values_of(self, micro: MicroBatch) -> Tensor:
         """Return V at the micro-batch's trained tokens, [N]."""
-        with self._autocast():
-            value: Tensor = self._function(micro.inputs, micro.rows, micro.columns, micro.boundaries)
+        value: Tensor = self._function(micro.inputs, micro.rows, micro.columns, micro.boundaries)
         return micro.of_all_tokens(value)[:, 0]
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,9 +21,6 @@ from penstock.trainer.packing import PASS_COST_TOKENS, MicroBatch
 LAUNCH_FLOPS = 50 * 10**12
 """Compute of an accelerator during the time that it takes to launch the kernels of a forward and a backward pass: 170
 ms for 28 layers, at 300 TFLOP/s. For a small model this equals more tokens than for a large model."""
-
-Autocast = Callable[[], AbstractContextManager[Any]]
-"""Makes the context of a forward pass: `torch.autocast`, enabled or not."""
 
 
 def token_logprobs(model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -76,14 +72,17 @@ def pass_cost(model: PreTrainedModel, device: torch.device) -> int:
     return max(LAUNCH_FLOPS // (6 * int(model.num_parameters())), PASS_COST_TOKENS)
 
 
-def recompute_activations(model: PreTrainedModel) -> None:
+def recompute_activations(model: PreTrainedModel, *, offload: bool = False) -> None:
     """Trade time for memory: compute activations again in the backward pass.
+
+    What is kept for that are the inputs of the layers. With `offload` they wait in pinned main memory.
 
     Transformers layers recompute only in training mode. This function therefore sets training mode on the layers alone;
     their submodules, dropout above all, stay in eval mode as during sampling. Raises `ConfigError` for a layer with its
     own dropout.
     """
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    enable: Any = model.activation_checkpointing_enable  # its annotations leave out `offload`
+    enable({"use_reentrant": False, "preserve_rng_state": False}, offload=offload)
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             own = {name: value for name, value in vars(layer).items() if "dropout" in name and value}

@@ -130,12 +130,13 @@ class Learner(ModelRole):
             model,
             config,
             strategy=self._strategy,
-            autocast=self._autocast,
             await_copy=self._await_copy,
             max_staleness=self._max_staleness,
         )
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._optimizer = adamw(self._parameters, weight_decay=config.weight_decay)
+        self._optimizer = adamw(
+            self._parameters, weight_decay=config.weight_decay, offload="optimizer" in config.offload
+        )
         self._optimizers = [self._optimizer]
 
     def accumulate(self, batch: Batch) -> dict[str, float]:
@@ -175,7 +176,7 @@ class Learner(ModelRole):
         }
         if "reference" in self._config.roles:
             columns["reference"] = flatten(batch["reference"], np.float32)
-        with self.busy:
+        with self.busy, self._strategy.computing():
             compared_together = False
             if self._strategy.is_sharded and self._criterion.has_parity_copy:  # its passes need all ranks
                 any_here = float((masks.in_loss & comparable).any())

@@ -45,6 +45,10 @@ ALL_SPARSE: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_only_layers": [],
 """Settings of architectures with which every layer has experts."""
 MASTER_BYTES = 4
 """Of weights, gradients and each of the optimizer's two moments."""
+RESERVE_BYTES = 2**30
+"""Of every process that computes: libraries, the device's context, and their workspaces."""
+FRAGMENTS = 0.05
+"""Share of the tensors that is lost between them."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -97,7 +101,7 @@ class LearnerBytes:
     """Memory of one process of the trainer, in bytes."""
 
     states: int
-    """Weights, gradients and moments of the policy, if the actor is there."""
+    """Weights, gradients and moments of the policy, and rounded weights for passes, if the actor is there."""
     copies: int
     """Other copies of the policy, critic and reference."""
     gathered: int
@@ -152,6 +156,8 @@ class Pass:
     """Whether samples are packed, if the model can do that."""
     recomputed: bool = False
     """Whether activations are computed again in the backward pass."""
+    offloaded: bool = False
+    """Whether what is kept for that waits in main memory."""
 
 
 def pass_bytes(architecture: Any, shape: Pass) -> int:
@@ -160,12 +166,79 @@ def pass_bytes(architecture: Any, shape: Pass) -> int:
     if asked not in _COUNTED:
         num_layers = int(architecture.get_text_config().num_hidden_layers)
         one, two = (_peak(_shortened(architecture, num), shape) for num in (1, min(2, num_layers)))
-        _COUNTED[asked] = one + (num_layers - 1) * max(two - one, 0)
+        kept = 0 if shape.offloaded else max(two - one, 0)
+        _COUNTED[asked] = one + (num_layers - 1) * kept
     return _COUNTED[asked]
 
 
 _COUNTED: dict[tuple[str, Pass], int] = {}
 """Results of `pass_bytes`, which are the same for any number of ranks."""
+
+
+class _Process:
+    """Counts the bytes of a process that need no trial: all but those of a pass."""
+
+    def __init__(
+        self, size: Sizes, trainer: TrainerConfig, dtype: torch.dtype, roles: list[str], *, on_accelerator: bool
+    ) -> None:
+        self.size, self.trainer, self.dtype = size, trainer, dtype
+        self.acts, self.judges, self.refers = ("actor" in roles, "critic" in roles, "reference" in roles)
+        self.on_accelerator = on_accelerator
+        distributed, ranks = trainer.distributed, trainer.ranks
+        self.sharded = distributed.shards(ranks=ranks, num_parameters=size.all)
+        self.parts = distributed.num_shards(ranks=ranks, num_parameters=size.all)
+        self.offload = trainer.offload if on_accelerator else []
+        self.waiting = 2 * MASTER_BYTES if "optimizer" in self.offload else 0
+        """In main memory, of each trained weight."""
+        self.rounded = 0 if self.sharded or dtype == torch.float32 else dtype.itemsize
+        """Of each weight of a replica."""
+        self.base = 0 if trainer.lora is None else dtype.itemsize * size.all // self.parts
+        """Weights below adapters, which have the dtype of the passes."""
+        self.whole, self.trained = (MASTER_BYTES * each // self.parts for each in (size.all, size.trained))
+        self.frozen = (self.rounded or MASTER_BYTES) * size.all // self.parts
+        self.snapshot = 0
+        if trainer.objective.proximal == "snapshot":
+            self.snapshot = self.frozen if trainer.lora is None else self.trained
+
+    def states(self) -> int:
+        if not self.acts:
+            return 0
+        return (4 * MASTER_BYTES + self.rounded - self.waiting) * self.size.trained // self.parts + self.base
+
+    def copies(self) -> int:
+        found = self.frozen * self.refers
+        if self.judges:
+            found += 4 * self.whole + (self.rounded - self.waiting // self.parts) * self.size.all
+        if self.acts:
+            has_parity = self.trainer.canaries.parity_every is not None
+            found += self.snapshot + self.trained * (has_parity and not self.on_accelerator)
+        return found
+
+    def gathered(self) -> int:
+        if not self.sharded:
+            return 0
+        # two layers and the root are gathered, and the gradients of one unit are reduced in float32
+        size, computed = self.size, self.dtype.itemsize
+        unit = max(size.layer, size.outside)
+        return computed * (2 * size.layer + size.outside) + (computed + MASTER_BYTES) * unit
+
+    def optimizer_step(self) -> int:
+        trained = self.trained if self.acts else self.whole
+        found = 0
+        if self.waiting:  # the moments of some weights are on the device
+            largest = MASTER_BYTES * max(BUCKET_ELEMENTS, self.size.outside // self.parts)
+            found = self.waiting // MASTER_BYTES * min(trained, largest)
+        elif not self.on_accelerator:  # square roots of the second moments, which a fused optimizer does not make
+            found = trained
+        if self.trainer.ranks > 1 and not self.sharded:
+            found = max(found, min(trained, MASTER_BYTES * BUCKET_ELEMENTS))
+        return found
+
+    def saved(self) -> int:
+        found = self.frozen * self.refers + 3 * self.whole * self.judges
+        if self.acts:  # the policy, the snapshot and both moments; with adapters the merged policy and what they change
+            found += 2 * self.trained + self.snapshot + (self.whole if self.trainer.lora is None else 2 * self.base)
+        return found
 
 
 def learner_bytes(
@@ -179,22 +252,7 @@ def learner_bytes(
 ) -> LearnerBytes:
     """Return what one process of the trainer needs. `longest`: tokens of the longest sample. `dtype`: of the
     computation. `roles`: the roles in the process. Raises `ConfigError` for settings that the model cannot have."""
-    size = sizes(architecture, trainer)
-    sharded = trainer.distributed.shards(ranks=trainer.ranks, num_parameters=size.all)
-    parts = trainer.distributed.num_shards(ranks=trainer.ranks, num_parameters=size.all)
-    base = 0 if trainer.lora is None else dtype.itemsize * size.all  # frozen weights have the dtype of the passes
-    acts = "actor" in roles
-    trained = size.trained if acts else size.all
-    states = (4 * MASTER_BYTES * size.trained + base) // parts if acts else 0
-    whole = MASTER_BYTES * size.all // parts
-    has_snapshot, has_parity = trainer.objective.proximal == "snapshot", trainer.canaries.parity_every is not None
-    copies = whole * (("reference" in roles) + 4 * ("critic" in roles))
-    if acts:
-        copies += (has_snapshot + (has_parity and not on_accelerator)) * MASTER_BYTES * size.trained // parts
-    gathered = 0
-    if sharded:  # two layers and the root are gathered, and the gradients of one unit are reduced in float32
-        computed, unit = dtype.itemsize, max(size.layer, size.outside)
-        gathered = computed * (2 * size.layer + size.outside) + (computed + MASTER_BYTES) * unit
+    counted = _Process(sizes(architecture, trainer), trainer, dtype, roles, on_accelerator=on_accelerator)
     context = trainer.distributed.context_ranks
     if context > 1:
         check_shared_passes(_hollow(architecture), trainer.distributed)
@@ -203,30 +261,47 @@ def learner_bytes(
         tokens=tokens,
         longest=min(longest, tokens),
         dtype=dtype,
-        sharded=sharded,
-        packs=sharded or on_accelerator or context > 1,
-        recomputed=trainer.activation_checkpointing,
+        sharded=counted.sharded,
+        packs=counted.sharded or on_accelerator or context > 1,
+        recomputed=bool(trainer.activation_checkpointing),
+        offloaded="activations" in counted.offload,
     )
-    shapes = [shape] if trainer.lora is None or "critic" in roles else []
-    if acts and trainer.lora is not None:
+    shapes = [shape] if trainer.lora is None or counted.judges else []
+    if counted.acts and trainer.lora is not None:
         shapes.append(replace(shape, lora=trainer.lora.model_dump_json()))
-    # without a fused optimizer the square roots of the second moments are made for all parameters
-    optimizer_step = 0 if on_accelerator else MASTER_BYTES * trained // parts
-    if trainer.ranks > 1 and not sharded:
-        optimizer_step = max(optimizer_step, MASTER_BYTES * min(trained, BUCKET_ELEMENTS))
-    saved = whole * (("reference" in roles) + 3 * ("critic" in roles))
-    if acts:  # the policy, the snapshot and both moments; with adapters the merged policy and what they change
-        saved += whole if trainer.lora is None else 2 * base // parts
-        saved += (2 + has_snapshot) * MASTER_BYTES * size.trained // parts
     return LearnerBytes(
-        states=states,
-        copies=copies,
-        gathered=gathered,
+        states=counted.states(),
+        copies=counted.copies(),
+        gathered=counted.gathered(),
         one_pass=max(pass_bytes(architecture, shape) for shape in shapes),
-        optimizer_step=optimizer_step,
-        saved=saved,
+        optimizer_step=counted.optimizer_step(),
+        saved=counted.saved(),
         is_in_main_memory=not on_accelerator,
     )
+
+
+def with_reserve(num_bytes: int) -> int:
+    """Return what a process with tensors of so many bytes takes on its device."""
+    return int(num_bytes * (1 + FRAGMENTS)) + RESERVE_BYTES
+
+
+def decided(
+    architecture: Any,
+    trainer: TrainerConfig,
+    *,
+    longest: int,
+    dtype: torch.dtype,
+    roles: list[str],
+    capacity: int | None,
+) -> TrainerConfig:
+    """Return the settings of a process with activation checkpointing decided: it is used if it is set, or if it is
+    unset and the process would take more than the `capacity` of its accelerator in bytes. `capacity`: None on a CPU.
+    For the other arguments see `learner_bytes`."""
+    wanted = trainer.activation_checkpointing
+    if wanted is None and capacity is not None:
+        need = learner_bytes(architecture, trainer, longest=longest, dtype=dtype, on_accelerator=True, roles=roles)
+        wanted = with_reserve(need.total) > capacity
+    return trainer.model_copy(update={"activation_checkpointing": bool(wanted)})
 
 
 def architecture_of(model_dir: Path) -> Any:
@@ -243,11 +318,11 @@ def _peak(architecture: Any, shape: Pass) -> int:
     output_layer.OutputLayer.of(hollow)
     table = _table(shape, vocab=int(architecture.get_text_config().vocab_size))
     share = not shape.sharded and not shape.recomputed and shares_prefixes(hollow)
-    in_dtype = shape.sharded or shape.lora or experts  # others are float32, and converted when they are used
-    weights = dtype if in_dtype else torch.float32
-    model = _hollow(architecture, weights)
+    model = _hollow(architecture, dtype)
     if shape.lora:
-        attach(model, LoraConfig.model_validate_json(shape.lora), weights)
+        attach(model, LoraConfig.model_validate_json(shape.lora), dtype)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _give_memory(model)
@@ -260,13 +335,12 @@ def _peak(architecture: Any, shape: Pass) -> int:
             recompute_activations(model)
         known = [*model.parameters(), *model.buffers()]
         for parameter in (each for each in model.parameters() if each.requires_grad):
-            if shape.sharded:  # gradients leave for their shards
+            if shape.sharded or shape.dtype != torch.float32:  # gradients leave for shards, or for float32 weights
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
             else:
                 parameter.grad = torch.zeros_like(parameter)
                 known.append(parameter.grad)
         live = stack.enter_context(LiveBytes(known=known))
-        stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=weights != dtype))
         for micro in micro_batches(table, shape.tokens, CPU, share_prefixes=share, pack=packs):
             logprobs, entropy = token_logprobs(model, micro)
             (logprobs.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]

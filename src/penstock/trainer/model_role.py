@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +100,11 @@ class ModelRole(ABC):
         """Take ownership of `model`, and place it on the ranks.
 
         `model`: has float32 weights, and lies where `strategy_of` expects it.
-        `compute_dtype`: dtype of the passes, preferably that of the servers. For bfloat16, replicas use autocast, and
-        shards are gathered in it.
+        `compute_dtype`: dtype of the passes, preferably that of the servers.
         `ranks`: None if this is the only rank.
         """
         if self.is_trained and config.activation_checkpointing:
-            recompute_activations(model)
+            recompute_activations(model, offload="activations" in config.offload)
         self._config, self._ranks, self._compute_dtype = config, ranks or Ranks(), compute_dtype
         self._strategy = strategy_of(model, config, self._ranks, compute_dtype)
         self._device = self._strategy.device
@@ -114,8 +112,6 @@ class ModelRole(ABC):
             compile_layers(model)
         max_tokens = config.tokens_per_microbatch
         self._passes = Passes(model, self._strategy, max_tokens=max_tokens, share_prefixes=self.shares_prefixes)
-        casts = compute_dtype == torch.bfloat16 and not self._strategy.is_sharded
-        self._autocast = partial(torch.autocast, self._device.type, torch.bfloat16, enabled=casts)
         self._max_staleness, self._segments = max_staleness, config.objective.segments
         self.busy = BusyClock(self._device)
         self._saving: Saving | None = None
@@ -153,6 +149,7 @@ class ModelRole(ABC):
             for name, value in state.items()
             if isinstance(value, Tensor) and value.device == self._device
         ]
+        self._strategy.released()
         self._move(torch.device("cpu"))
 
     def resume(self) -> None:
@@ -215,7 +212,7 @@ class ModelRole(ABC):
         """
         table = self._table(batch, wanted)
         found = np.zeros(len(table.token_ids), dtype=np.float32)
-        with self.busy, torch.no_grad(), self._autocast():
+        with self.busy, torch.no_grad(), self._strategy.computing():
             for micro in self._passes.of(table):
                 found[micro.tokens] = compute(micro).cpu().numpy()
         return per_sample(found, batch["token_ids"])

@@ -77,12 +77,9 @@ class OutputLayer(NamedTuple):
         temperature: float | Tensor = 1.0,  # of all tokens, or [num_tokens]
     ) -> tuple[Tensor, Tensor]:
         """Return (log pi(chosen), H(pi)), both [num_tokens] in float32, as `token_statistics` does."""
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         divisor = temperature[:, None] if isinstance(temperature, Tensor) else temperature
-        with torch.autocast(device, enabled=False):
-            arguments = (hidden.to(dtype), self.head.weight, self.head.bias, chosen, divisor, self.scaling)
-            found: tuple[Tensor, Tensor] = _Chunks.apply(*arguments)  # type: ignore[no-untyped-call]
+        arguments = (hidden, self.head.weight, self.head.bias, chosen, divisor, self.scaling)
+        found: tuple[Tensor, Tensor] = _Chunks.apply(*arguments)  # type: ignore[no-untyped-call]
         return found
 
 
@@ -192,7 +189,7 @@ def _scaling_of(model: Any) -> Scaling | None:
     factors = [factor(value) for name, factor in NAMED_FACTORS.items() if (value := getattr(config, name, None))]
     cap = next((value for name in NAMED_CAPS if (value := getattr(config, name, None))), None)
     candidates = dict.fromkeys((Scaling(factors[0] if factors else 1.0, cap), Scaling()))
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with torch.no_grad():
         found = next((each for each in candidates if _is_shown(model, each)), None)
     if found is None:
         logger.warning(

@@ -110,15 +110,13 @@ def attend(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # lengths differ in every pass, and would be compiled in
 def _within_samples(query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, scaling: float | None) -> Tensor:
-    device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     if (context := boundaries.context) is not None:
-        own = (context.by_heads(each[0].to(dtype))[None] for each in (query, key, value))
+        own = (context.by_heads(each[0])[None] for each in (query, key, value))
         found = _within_samples(*own, replace(boundaries, context=None), scaling)
         return context.by_tokens(found[0].transpose(0, 1)).transpose(0, 1)[None]
-    fits = query.shape[-1] == value.shape[-1] <= KERNEL_WIDTH and dtype in (torch.bfloat16, torch.float16)
-    if HAS_KERNEL and device == "cuda" and fits:
-        return _in_one_kernel(query.to(dtype), key.to(dtype), value.to(dtype), boundaries, scaling)
+    fits = query.shape[-1] == value.shape[-1] <= KERNEL_WIDTH and query.dtype in (torch.bfloat16, torch.float16)
+    if HAS_KERNEL and query.device.type == "cuda" and fits:
+        return _in_one_kernel(query, key, value, boundaries, scaling)
     return _one_by_one(query, key, value, boundaries, scaling)
 
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter, ParameterList
 from transformers import PreTrainedModel
 
 from penstock.trainer.lora import has_adapters
-from penstock.trainer.shards import assign, load_parameters
+from penstock.trainer.shards import assign, load_parameters, local
 from penstock.trainer.strategy import Strategy
 
 AwaitCopy = Callable[[], None]
@@ -40,14 +39,14 @@ class PolicyCopy(ABC):
 class ParityCopy(PolicyCopy):
     """A copy of the trained weights in main memory."""
 
-    def __init__(self, policy: PreTrainedModel, await_copy: AwaitCopy) -> None:
-        self._policy, self._exchange = policy, Exchange(policy, await_copy)
-        self._kept = [_in_main_memory(_local(each)) for each in self._exchange.trained.values()]
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._kept = [_in_main_memory(local(each)) for each in self._exchange.trained.values()]
 
     @contextmanager
     def placed(self) -> Iterator[PreTrainedModel]:
         with self._exchange.of(self._kept):
-            yield self._policy
+            yield self._exchange.policy
 
 
 class Snapshot(PolicyCopy):
@@ -91,16 +90,15 @@ class WholeSnapshot(Snapshot):
 class AdapterSnapshot(Snapshot):
     """A copy of the adapters."""
 
-    def __init__(self, policy: PreTrainedModel, await_copy: AwaitCopy) -> None:
-        self._policy, self._exchange = policy, Exchange(policy, await_copy)
-        self._adapters = self._exchange.trained
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self._adapters = exchange, exchange.trained
         kept = (Parameter(each.detach().clone(), requires_grad=False) for each in self._adapters.values())
         self.module = self._kept = ParameterList(kept)
 
     @contextmanager
     def placed(self) -> Iterator[PreTrainedModel]:
-        with self._exchange.of([_local(each) for each in self._kept]):
-            yield self._policy
+        with self._exchange.of([local(each) for each in self._kept]):
+            yield self._exchange.policy
 
     def renew(self) -> None:
         self.load_state_dict({name: adapter.detach() for name, adapter in self._adapters.items()})
@@ -113,17 +111,20 @@ class AdapterSnapshot(Snapshot):
             assign(kept, state[name])
 
 
-def snapshot_of(policy: PreTrainedModel, strategy: Strategy, await_copy: AwaitCopy) -> Snapshot:
-    """Return a snapshot of a policy that is placed."""
-    return AdapterSnapshot(policy, await_copy) if has_adapters(policy) else WholeSnapshot(policy, strategy)
+def snapshot_of(exchange: Exchange, strategy: Strategy) -> Snapshot:
+    """Return a snapshot of the policy."""
+    policy = exchange.policy
+    return AdapterSnapshot(exchange) if has_adapters(policy) else WholeSnapshot(policy, strategy)
 
 
 class Exchange:
     """Exchanges the trained weights of a policy for others, for a while."""
 
-    def __init__(self, policy: PreTrainedModel, await_copy: AwaitCopy) -> None:
+    def __init__(self, policy: PreTrainedModel, strategy: Strategy, await_copy: AwaitCopy) -> None:
+        """`policy` is placed with `strategy`."""
+        self.policy = policy
         self.trained = {name: each for name, each in policy.named_parameters() if each.requires_grad}
-        self._await_copy = await_copy
+        self._strategy, self._await_copy = strategy, await_copy
 
     @contextmanager
     def of(self, others: Sequence[Tensor]) -> Iterator[None]:
@@ -137,18 +138,13 @@ class Exchange:
 
     def _swap(self, others: Sequence[Tensor]) -> None:
         for weight, other in zip(self.trained.values(), others, strict=True):
-            here, there = _local(weight).data, other.data  # `data`: autograd finds later what it has seen before
+            here, there = local(weight).data, other.data  # `data`: autograd finds later what it has seen before
             present = here.clone()
             here.copy_(there, non_blocking=True)
             there.copy_(present, non_blocking=True)
+        self._strategy.exchanged()
         if others and here.device.type != "cpu":  # FSDP gathers shards on a stream that does not wait for this one
             torch.accelerator.current_stream(here.device).synchronize()
-
-
-@torch.no_grad()
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a weight."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _in_main_memory(tensor: Tensor) -> Tensor:

@@ -59,6 +59,12 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def assign(target: Tensor, value: Tensor | Saved) -> None:
     """Copy `value` into `target`, or this rank's part of it into this rank's shard."""
     placed = like(value, target)

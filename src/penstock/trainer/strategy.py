@@ -3,9 +3,10 @@
 Replicas accumulate gradients locally, and sum them over ranks once per step. With shards, every forward or backward
 pass of one rank is a pass of all ranks: layers are gathered when needed, and gradients are reduced to shards. Ranks
 with fewer micro-batches therefore run passes over empty ones. Shards also exclude prefix sharing: gradients through
-cached keys and values bypass the layers' outputs, and FSDP attaches its gathering to those outputs. Trained shards are
-float32. In a run that computes in bfloat16, layers are gathered in bfloat16, and their gradients are reduced in
-float32.
+cached keys and values bypass the layers' outputs, and FSDP attaches its gathering to those outputs.
+
+Trained weights are float32. In a run that computes in bfloat16, layers of shards are gathered in bfloat16, and their
+gradients are reduced in float32; passes of replicas use rounded copies of the weights (`rounded.py`).
 
 With `shard_ranks`, groups of ranks hold equal shards. Layers are gathered within a group, and gradients are summed over
 the groups as well (HSDP).
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ from penstock.trainer.context_parallel import Context, context_of
 from penstock.trainer.packed_attention import pack
 from penstock.trainer.packing import MicroBatch, idle
 from penstock.trainer.ranks import Ranks
+from penstock.trainer.rounded import Rounded, round_frozen
 from penstock.trainer.shards import SHARDS, assign
 
 BROADCAST = "begin with the same weights"
@@ -58,11 +61,20 @@ class Strategy:
     """Whether every rank saves its own part, and every pass of one rank is a pass of all ranks."""
 
     def __init__(
-        self, ranks: Ranks, device: torch.device, *, packs: bool = False, context: Context | None = None
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        compute_dtype: torch.dtype = torch.float32,
+        *,
+        packs: bool = False,
+        context: Context | None = None,
     ) -> None:
-        """`device`: the device on which this rank computes. `packs`: whether passes have packed samples, without
-        padding. `context`: the ranks with which this one shares its passes, if it does."""
+        """`device`: the device on which this rank computes. `compute_dtype`: of its passes. `packs`: whether passes
+        have packed samples, without padding. `context`: the ranks with which this one shares its passes, if it
+        does."""
         self.ranks, self.device, self.packs, self.context = ranks, device, packs, context
+        self._compute_dtype = compute_dtype
+        self._rounded: Rounded | None = None
         self.shard = Shard(number=0, num_shards=1, is_saved=ranks.is_first)
 
     @property
@@ -78,10 +90,28 @@ class Strategy:
         """
         trained = [parameter.detach() for parameter in module.parameters() if parameter.requires_grad]
         self.ranks.broadcast(trained, BROADCAST)
+        if self._compute_dtype != torch.float32:
+            self._rounded = Rounded(module, self._compute_dtype, precise=precise)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return the context of passes of the placed module: of a forward pass with its backward pass."""
+        return nullcontext() if self._rounded is None else self._rounded.in_use()
+
+    def exchanged(self) -> None:
+        """Note that the trained weights were changed in a way that autograd does not see."""
+        if self._rounded is not None:
+            self._rounded.renew()
+
+    def released(self) -> None:
+        """Free what only passes need."""
+        if self._rounded is not None:
+            self._rounded.forget()
 
     def copied(self, policy: PreTrainedModel) -> PreTrainedModel:
         """Return a placed and frozen copy of the present policy, which has no adapters."""
-        return copy.deepcopy(policy).requires_grad_(False).eval()
+        made = copy.deepcopy(policy).requires_grad_(False).eval()
+        round_frozen(made, self._compute_dtype)
+        return made
 
     def summed(self, parameters: Sequence[Parameter], *, in_place: bool) -> list[Tensor]:
         """Return the gradients summed over ranks. Unless `in_place`, accumulated gradients stay unchanged."""
@@ -128,7 +158,7 @@ class Sharded(Strategy):
                 f"trainer.distributed.strategy fsdp: torch {torch.__version__} can only average the gradients of "
                 "shards: install a newer torch, or choose ddp"
             )
-        super().__init__(ranks, ranks.device, packs=packs, context=context)
+        super().__init__(ranks, ranks.device, compute_dtype, packs=packs, context=context)
         mesh = {SHARDS: num_shards}
         if num_shards < ranks.size:
             mesh = {REPLICAS: ranks.size // num_shards, **mesh}
@@ -228,7 +258,7 @@ def strategy_of(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks, co
             packs=packs,
             context=context,
         )
-    return Strategy(ranks, policy.device, packs=packs, context=context)
+    return Strategy(ranks, policy.device, compute_dtype, packs=packs, context=context)
 
 
 def check_shared_passes(policy: PreTrainedModel, config: DistributedConfig) -> None:
