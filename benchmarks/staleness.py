@@ -27,6 +27,7 @@ LAGS, SCREENED, SEEDS = (0, 1, 2, 4, 8, 16), 0, (1, 2, 3)
 NAIVE, DEFAULT, RECOMMENDED = "reinforce", "ppo", "decoupled_snapshot"
 """The default is for the default `scheduler.max_staleness` of 2, the recommended one for much staler data."""
 VARIANTS: dict[str, dict[str, Any]] = {name: {"name": name} for name in OBJECTIVES if name != "pois"} | {
+    "m2po": {"name": "m2po", "second_moment_over": "sample"},
     "decoupled_snapshot": {"name": "decoupled", "proximal": "snapshot"},
 }
 TABLE = "Held-out reward after training on data k versions old"

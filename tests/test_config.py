@@ -77,6 +77,11 @@ def test_a_mapping_is_merged_and_an_empty_one_empties(tmp_path: Path, overrides:
         ("trainer.objective.clip=0.1", "unknown key trainer.objective.clip"),
         ("trainer.objective={name: icepop, mask_low: 9.0}", "mask_low (9) must be below mask_high (5)"),
         ("trainer.objective.proximal=snapshot", "ppo does not read proximal; decoupled, icepop do"),
+        ("trainer.objective.second_moment_over=sample", "ppo does not read second_moment_over; m2po do"),
+        (
+            "trainer.objective={name: m2po, second_moment_over: step}",
+            "bad value for trainer.objective.second_moment_over",
+        ),
         ("trainer.objective={name: icepop, proximal: interpolated}", "icepop has no interpolated proximal policy"),
         ("trainer.critic={}", "scheduler.group_filter zero_variance drops: set it to []"),
         ("trainer.split=[critic]", "split names critic, and there is none: set trainer.critic, or leave it out"),

@@ -44,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "offloaded": {"critic": {"learning_rate": 1e-3}, "offload": ["optimizer"]},
     "noise": {},
     "chunked": {},
+    "batch_mask": {"objective": {"name": "m2po"}, "tokens_per_microbatch": 64},
     "context": {"distributed": {"context_ranks": 2}, "activation_checkpointing": True},
     "context_copies": {
         "distributed": {"context_ranks": 2},
@@ -51,6 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "objective": COPIES,
         "canaries": {"parity_every": 1},
     },
+    "context_mask": {"distributed": {"context_ranks": 2}, "objective": {"name": "m2po"}},
     "context_sequence": {"distributed": {"context_ranks": 4}, "objective": {"name": "gspo"}, "lora": {"rank": 4}},
 }
 """Of the trainer, by scenario."""

@@ -115,6 +115,8 @@ def test_of_every_objective_any_partition_gives_the_same_update(
     make_model: MakeModel, samples: list[Sample], name: str, normalize: str, device: torch.device
 ) -> None:
     objective = {"name": name, "normalize": normalize, "kl_coef": 0.1, "mastered": {"probability": 0.5, "entropy": 9.0}}
+    if name == "m2po":
+        objective["second_moment_over"] = "sample"  # a mask over the batch depends on the partition into calls
     config = {"max_grad_norm": 1e9, "objective": objective}
     common = {"max_staleness": 2, "max_tokens": 10}
     first = AllRoles(make_model, TrainerConfig.model_validate(config), **common)
@@ -127,6 +129,74 @@ def test_of_every_objective_any_partition_gives_the_same_update(
     one, other = first.step().metrics, second.step().metrics
     for metric in METRICS - {"busy_s"}:
         assert other[metric] == pytest.approx(one[metric], abs=1e-5), metric
+
+
+BATCH_MASK = {"max_grad_norm": 1e9, "objective": {"name": "m2po"}}
+
+
+def m2po_reference(model: PreTrainedModel, samples: Sequence[Sample]) -> tuple[torch.Tensor, int]:
+    """M2PO sample by sample and token by token, summed, with one mask over all samples, and the number of tokens that
+    the mask drops. No padding, no packing, no sharing."""
+    logprobs, advantages = [], []
+    for sample, advantage in zip(samples, prepare(samples)[0]["advantages"].tolist(), strict=True):
+        logits = model(input_ids=torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0]
+        for t in np.flatnonzero(sample.loss_mask):
+            log_pi = torch.log_softmax(logits[t - 1], dim=-1)[int(sample.token_ids[t])]
+            logprobs.append(log_pi - float(sample.logprobs[t]))
+            advantages.append(advantage)
+    at_stake = [log_rho.item() * a > 0 for log_rho, a in zip(logprobs, advantages, strict=True)]
+    left = sorted(log_rho.item() ** 2 for log_rho, is_one in zip(logprobs, at_stake, strict=True) if is_one)
+    while left and np.mean(left) > 0.04:
+        left.pop()
+    bound = left[-1] if left else 0.0
+    kept = [not is_one or log_rho.item() ** 2 <= bound for log_rho, is_one in zip(logprobs, at_stake, strict=True)]
+    terms = [-log_rho.exp() * a for log_rho, a, keep in zip(logprobs, advantages, kept, strict=True) if keep]
+    return torch.stack(terms).sum(), kept.count(False)
+
+
+@pytest.mark.parametrize("tokens_per_microbatch", [1, 40, 8192])
+@pytest.mark.parametrize("measure_noise", [False, True])
+def test_a_mask_over_the_batch_is_the_same_for_any_micro_batches(
+    make_model: MakeModel,
+    samples: list[Sample],
+    tokens_per_microbatch: int,
+    measure_noise: bool,
+    device: torch.device,
+) -> None:
+    plain, model = make_model(), make_model().to(device)
+    expected, num_dropped = m2po_reference(plain, samples)
+    expected.backward()
+    config = TrainerConfig.model_validate(BATCH_MASK | {"tokens_per_microbatch": tokens_per_microbatch})
+    learner = learner_for(model, config, measure_noise=measure_noise)
+    counted = accumulate(learner, samples)
+    torch.testing.assert_close(gradients(model), gradients(plain), atol=2e-5, rtol=1e-4)
+    metrics = learner.step().metrics
+    assert counted["tokens"] == metrics["tokens"] == sum(int(sample.loss_mask.sum()) for sample in samples)
+    assert metrics["loss"] == pytest.approx(expected.item() / metrics["tokens"], abs=1e-5)
+    assert 0 < num_dropped == pytest.approx(metrics["clip_fraction"] * metrics["tokens"])
+
+
+def test_every_call_has_a_mask_of_its_own(make_model: MakeModel, samples: list[Sample]) -> None:
+    plain, model = make_model(), make_model()
+    parts = [[sample for sample in samples if sample.group < 2], [sample for sample in samples if sample.group >= 2]]
+    learner = learner_for(model, TrainerConfig.model_validate(BATCH_MASK))
+    num_dropped = 0
+    for part in parts:
+        expected, dropped = m2po_reference(plain, part)
+        expected.backward()
+        accumulate(learner, part)
+        num_dropped += dropped
+    torch.testing.assert_close(gradients(model), gradients(plain), atol=2e-5, rtol=1e-4)
+    metrics = learner.step().metrics
+    assert num_dropped == pytest.approx(metrics["clip_fraction"] * metrics["tokens"])
+
+
+def test_a_batch_without_a_token_for_the_mask_is_trained_as_it_is(make_model: MakeModel) -> None:
+    learner = learner_for(make_model(), TrainerConfig.model_validate(BATCH_MASK))
+    assert accumulate(learner, [])["samples"] == 0
+    accumulate(learner, [make_sample(0, prompt=[5], response=[6 + i], reward=0.1) for i in range(3)])
+    metrics = learner.step().metrics
+    assert (metrics["tokens"], metrics["clip_fraction"]) == (3, 0), "no advantage, so no candidate"
 
 
 def test_every_sample_weighs_the_same_or_every_token_does(make_model: MakeModel) -> None:

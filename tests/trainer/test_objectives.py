@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from penstock.config import ObjectiveConfig
-from penstock.trainer.losses.objective import OBJECTIVES, PolicyLoss, Tokens
-from penstock.trainer.losses.parts import smallest_until
+from penstock.trainer.losses.objective import OBJECTIVES, PolicyLoss, Tokens, batch_mask
+from penstock.trainer.losses.parts import largest_kept, smallest_until
 
 
 class Token(NamedTuple):
@@ -71,6 +71,10 @@ def gspo(tokens: Sequence[Token], token: Token) -> float:
 
 def topr(tokens: Sequence[Token], token: Token) -> float:
     return -token.advantage * (1.0 if token.advantage > 0 else min(product(tokens, token), 1.0))
+
+
+SETTINGS = {name: {"name": name} for name in OBJECTIVES} | {"m2po": {"name": "m2po", "second_moment_over": "sample"}}
+"""Settings of each objective with which it needs a few samples alone."""
 
 
 def m2po(tokens: Sequence[Token], token: Token) -> float:
@@ -146,7 +150,7 @@ def on_an_edge(tokens: Sequence[Token]) -> bool:
 def test_the_gradient_is_the_formulas(name: str, tokens: list[Token]) -> None:
     if on_an_edge(tokens):
         return
-    found, loss = gradient(tokens, ObjectiveConfig.model_validate({"name": name}))
+    found, loss = gradient(tokens, ObjectiveConfig.model_validate(SETTINGS[name]))
     assert found == pytest.approx([GRADIENTS[name](tokens, token) for token in tokens], rel=1e-6, abs=1e-9)
     assert not loss.clipped.requires_grad
     without = [token.advantage != 0 and slope == 0 for token, slope in zip(tokens, found, strict=True)]
@@ -215,7 +219,7 @@ def test_dual_clip_bounds_what_one_token_can_do(floor: float | None, expected: f
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_an_absurd_ratio_leaves_finite_gradients(name: str, advantage: float) -> None:
     tokens = [Token(-0.1, -200.0, advantage, 0, 1), Token(-200.0, -0.1, advantage, 1, 1)]
-    found, loss = gradient(tokens, ObjectiveConfig.model_validate({"name": name}))
+    found, loss = gradient(tokens, ObjectiveConfig.model_validate(SETTINGS[name]))
     assert all(map(math.isfinite, found)) and torch.isfinite(loss.loss).all()
 
 
@@ -234,6 +238,82 @@ def test_as_few_as_possible_are_left_out(values: list[tuple[float, int, bool]], 
             assert sum(left) / len(left) <= budget + 1e-9 and max(left) <= min(gone, default=1.0)
         if gone:
             assert (sum(left) + gone[0]) / (len(left) + 1) > budget - 1e-9
+
+
+def m2po_of_batch(tokens: Sequence[Token], token: Token) -> float:
+    """Algorithm 1 of M2PO, over all samples. Equal squares leave together."""
+
+    def at_stake(other: Token) -> bool:
+        return (other.pi - other.mu) * other.advantage > 0
+
+    left = [(other.pi - other.mu) ** 2 for other in tokens if at_stake(other)]
+    while left and sum(left) / len(left) > 0.04:
+        left = [square for square in left if square != max(left)]
+    is_kept = not at_stake(token) or (token.pi - token.mu) ** 2 in left
+    return -token.rho * token.advantage if is_kept else 0.0
+
+
+def kept_of(tokens: Sequence[Token], config: ObjectiveConfig) -> torch.Tensor:
+    """The mask that one rank with all tokens finds."""
+    log_rho = torch.tensor([token.pi - token.mu for token in tokens], dtype=torch.float32)
+    return batch_mask(log_rho, torch.tensor([token.advantage for token in tokens]), config, list)
+
+
+@st.composite
+def exact_tokens(draw: st.DrawFn) -> list[Token]:
+    """Ragged samples. All sums of squares are exact, and equal squares are frequent, also at the bound."""
+    tokens = []
+    for sample in range(draw(st.integers(1, 4))):
+        advantage = draw(st.sampled_from([-1.5, 0.0, 0.5, 2.0]))
+        for _ in range(draw(st.integers(1, 6))):
+            mu, steps = -draw(st.integers(1, 100)) / 32, draw(st.integers(-20, 20))
+            tokens.append(Token(mu + steps / 32, mu, advantage, sample, 1))
+    return tokens
+
+
+@given(tokens=exact_tokens())
+def test_a_mask_over_the_batch_looks_at_all_samples(tokens: list[Token]) -> None:
+    config = ObjectiveConfig(name="m2po")
+    found, loss = gradient(tokens, config, kept=kept_of(tokens, config))
+    assert found == pytest.approx([m2po_of_batch(tokens, token) for token in tokens], rel=1e-6, abs=1e-9)
+    without = [token.advantage != 0 and slope == 0 for token, slope in zip(tokens, found, strict=True)]
+    assert [bool(flag) for flag in loss.clipped] == without
+
+
+def test_a_sample_far_from_the_policy_keeps_what_others_in_the_batch_make_room_for() -> None:
+    """Squares 0.01 and 0.01 in one sample; 0.09, 0.09 and 0.16 in the other."""
+    far = [(0.1, 0), (0.1, 0), (0.3, 1), (0.3, 1), (0.4, 1)]
+    tokens = [Token(log_rho - 1.0, -1.0, 1.0, sample, 1) for log_rho, sample in far]
+    over_samples = ObjectiveConfig(name="m2po", second_moment_over="sample", second_moment=0.055)
+    assert gradient(tokens, over_samples)[1].clipped.tolist() == [0, 0, 1, 1, 1]
+    assert kept_of(tokens, ObjectiveConfig(name="m2po", second_moment=0.055)).tolist() == [True] * 4 + [False]
+    kept = kept_of(tokens, ObjectiveConfig(name="m2po", second_moment=0.04)).tolist()
+    assert kept == [True] * 2 + [False] * 3, "one of the two equal squares would fit, and they leave together"
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_an_absurd_ratio_is_masked_over_the_batch_too(advantage: float) -> None:
+    tokens = [Token(-0.1, -200.0, advantage, 0, 1), Token(-200.0, -0.1, advantage, 1, 1)]
+    config = ObjectiveConfig(name="m2po")
+    found, loss = gradient(tokens, config, kept=kept_of(tokens, config))
+    assert sorted(loss.clipped.tolist()) == [0, 1] and all(map(math.isfinite, found))
+
+
+SQUARES = st.one_of(
+    st.sampled_from([0.0, 0.0625, math.inf]), st.floats(0, 1, width=32), st.floats(0, 2.0**120, width=32)
+)
+
+
+@given(squares=st.lists(SQUARES, max_size=12), budget=st.floats(0.01, 0.5))
+def test_the_bound_is_the_largest_that_fits(squares: list[float], budget: float) -> None:
+    bound = largest_kept(torch.tensor(squares, dtype=torch.float32), budget, list)
+    assert bound < math.inf
+    means = {}
+    for square in sorted({square for square in squares if square < math.inf}):
+        upto = [other for other in squares if other <= square]
+        means[square] = math.fsum(upto) / len(upto)
+    if not any(mean == pytest.approx(budget, rel=1e-9) for mean in means.values()):  # there rounding decides
+        assert [square <= bound for square in means] == [mean <= budget for mean in means.values()]
 
 
 def test_bad_settings_are_refused_with_the_reason() -> None:

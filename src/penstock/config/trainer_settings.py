@@ -36,6 +36,7 @@ READ_BY: dict[str, tuple[ObjectiveName, ...]] = {
     "mask_low": ("icepop", "geometric_mask"),
     "mask_high": ("icepop", "geometric_mask"),
     "second_moment": ("m2po",),
+    "second_moment_over": ("m2po",),
     "proximal": ("decoupled", "icepop"),
 }
 """Settings that only some objectives read, with those objectives."""
@@ -194,7 +195,11 @@ class ObjectiveConfig(Section):
     """`icepop`: range of token ratios that are trained. `geometric_mask`: range of sample ratios that are trained, by
     default 0.99 to 1.01."""
     second_moment: float = Field(0.04, gt=0)
-    """`m2po`: largest mean of the squared log-ratios."""
+    """`m2po`: largest mean of the squared log-ratios over the kept tokens that a clip could affect."""
+    second_moment_over: Literal["batch", "sample"] = "batch"
+    """`m2po`: what the mean is over. `batch`: all samples that arrive together (M2PO, arXiv 2510.01161, algorithm 1);
+    with `scheduler.trigger.use: batch` they are those of a step. The mask costs one extra forward pass. `sample`: each
+    sample. A token's loss then does not depend on other samples, and there is no extra pass."""
     proximal: Literal["current", "interpolated", "snapshot"] = "current"
     """`decoupled`, `icepop`: the policy that the clip is centred on. `current`: the policy being trained, as it was at
     the beginning of the step. With one update per batch, `current` never clips and only weights. `interpolated`
@@ -219,6 +224,11 @@ class ObjectiveConfig(Section):
     @classmethod
     def _own_defaults(cls, tree: Any) -> Any:
         return OWN_DEFAULTS.get(tree.get("name", "ppo"), {}) | tree if isinstance(tree, dict) else tree
+
+    @property
+    def masks_batch(self) -> bool:
+        """Return whether the mask of tokens depends on all samples that arrive together."""
+        return self.name == "m2po" and self.second_moment_over == "batch"
 
     def contradictions(self) -> Iterator[str]:
         for setting, readers in READ_BY.items():

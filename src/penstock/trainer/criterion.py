@@ -87,6 +87,7 @@ class Criterion:
         comparable: Tensor,  # [N], whether `compared_version` sampled all tokens of the sample up to this one
         compares: bool,  # whether any token is comparable; with shards, of any rank
         reference: Tensor | None = None,  # [N], its log-probabilities, unless it is the policy without adapters
+        kept: Tensor | None = None,  # [N], whether the mask over the batch keeps the token, if there is one
     ) -> dict[str, Tensor]:
         """Return the values of each name in `statistics.SUMS`, [N].
 
@@ -95,7 +96,7 @@ class Criterion:
         config = self._config
         logprobs, entropy = token_logprobs(self._model, micro)
         proximal = self._logprobs(self._proximal, micro)
-        tokens = Tokens(logprobs, behaviour, advantages, samples, staleness, proximal)
+        tokens = Tokens(logprobs, behaviour, advantages, samples, staleness, proximal, kept)
         objective = OBJECTIVES[config.name](tokens, config)
         rho = ratio(logprobs.detach(), behaviour)
         sample_weight = sequence_ratio(logprobs.detach(), behaviour, samples).clamp(max=SAMPLE_WEIGHT_CAP)

@@ -3,6 +3,10 @@
 Invariants:
 - Gradients of tokens are added as plain sums. The step divides them by its own count (`losses/parts.py`). Any
   partition of the same samples into `accumulate` calls, and over ranks, therefore gives the same update.
+- One objective is an exception: with `objective.second_moment_over: batch`, the mask of `m2po` depends on all samples
+  that one `accumulate` call gets on all ranks. Any partition of these samples over ranks and micro-batches gives the
+  same update, but not a partition into several calls. A pass without gradients finds the mask before the other passes
+  begin.
 - Every rank counts its own samples. A step's divisor, decisions and metrics cover all ranks and are equal on all ranks.
   All ranks therefore make the same calls, even a rank without samples.
 - Tokens older than `max_staleness` versions are counted and left out. So are tokens of versions above the current one,
@@ -51,12 +55,14 @@ from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.trainer.canaries import Canaries
 from penstock.trainer.criterion import Criterion
+from penstock.trainer.forward import token_logprobs
 from penstock.trainer.lora import adapted_parameters, attach, is_adapter, merged_weights, write_adapters
+from penstock.trainer.losses.objective import batch_mask
 from penstock.trainer.losses.parts import denominator
 from penstock.trainer.model_role import ModelRole
 from penstock.trainer.noise import GradientNorm, gradient_norm, noise
 from penstock.trainer.optimizer import adamw, load_optimizer, take_step
-from penstock.trainer.packing import flatten, on_device
+from penstock.trainer.packing import MicroBatch, flatten, on_device, per_sample
 from penstock.trainer.rank_balancing import Work, attention_per_token
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.shards import joined, load_parameters, read_state, whole
@@ -71,6 +77,8 @@ ADAPTED = "adapted"
 """Key of the adapters, and of the weights that they change."""
 ADAPTERS = "adapter"
 """Folder of a checkpoint with the adapters alone, in peft's format."""
+KEPT = "kept"
+"""Column of a batch with the tokens that its mask keeps, for objectives with `masks_batch`."""
 EXPORTED_SIZE = "5GB"
 """Largest weights file of a checkpoint's model. Some memory of this size is needed to write it."""
 
@@ -146,6 +154,14 @@ class Learner(ModelRole):
         batch also has the column `reference` (see `Reference`). Returns counts; their sums over the ranks are those of
         the whole batch.
         """
+        if not self._config.objective.masks_batch:
+            return self._accumulate(batch)
+        batch, seconds = self._masked(batch), self.busy.seconds
+        self._pending.counts["busy_s"] += seconds
+        counted = self._accumulate(batch)
+        return counted | {"busy_s": counted["busy_s"] + seconds / self._ranks.size}
+
+    def _accumulate(self, batch: Batch) -> dict[str, float]:
         if not self._measure_noise or any(self._ranks.total([self._pending.counts["tokens"]], "see if a step begins")):
             return self._add(batch)
         counted = self._add(batch.select(batch["early"]))
@@ -156,6 +172,24 @@ class Learner(ModelRole):
         self._pending.counts["busy_s"] += self.busy.seconds
         rest = self._add(batch.select(~batch["early"]))
         return {name: count + rest[name] for name, count in counted.items()}
+
+    def _masked(self, batch: Batch) -> Batch:
+        """Return the batch with the column `kept`, from a pass without gradients. All ranks must call this."""
+        behaviour = flatten(batch["logprobs"], np.float32)
+
+        def log_ratios(micro: MicroBatch) -> Tensor:
+            logprobs, _ = token_logprobs(self.model, micro)
+            return logprobs - on_device(behaviour[micro.tokens], self._device)
+
+        def total(own: list[float]) -> list[float]:
+            once = float(self._strategy.is_counted)
+            return self._ranks.total([once * value for value in own], "find the log-ratios that the batch keeps")
+
+        in_loss = self._masks(batch, self.policy_version).in_loss
+        log_rho = flatten(self._computed(batch, in_loss, log_ratios), np.float32)
+        advantages = _of_tokens(batch["advantages"], batch["token_ids"])
+        kept = batch_mask(torch.from_numpy(log_rho), torch.from_numpy(advantages), self._config.objective, total)
+        return batch.union(Batch(values={KEPT: per_sample(kept.numpy(), batch["token_ids"])}))
 
     def _divisor(self, pending: StepStatistics) -> float:
         normalize, counts = self._config.objective.normalize, pending.counts
@@ -176,6 +210,8 @@ class Learner(ModelRole):
         }
         if "reference" in self._config.roles:
             columns["reference"] = flatten(batch["reference"], np.float32)
+        if KEPT in batch.names:
+            columns["kept"] = flatten(batch[KEPT], np.bool_)
         with self.busy, self._strategy.computing():
             compared_together = False
             if self._strategy.is_sharded and self._criterion.has_parity_copy:  # its passes need all ranks

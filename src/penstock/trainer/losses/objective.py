@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from penstock.config import ObjectiveConfig
-from penstock.trainer.losses.parts import ratio, sequence_mean, sequence_ratio, smallest_until, unit_ratio, within
+from penstock.trainer.losses.parts import (
+    largest_kept,
+    ratio,
+    sequence_mean,
+    sequence_ratio,
+    smallest_until,
+    unit_ratio,
+    within,
+)
 
 
 class Tokens(NamedTuple):
@@ -31,6 +39,7 @@ class Tokens(NamedTuple):
     samples: Tensor  # [N], number of the token's sample
     staleness: Tensor  # [N], versions between mu and pi
     proximal: Tensor | None = None  # [N], log prox if prox is another policy than pi
+    kept: Tensor | None = None  # [N], whether `batch_mask` keeps the token; None if the objective has no such mask
 
 
 class PolicyLoss(NamedTuple):
@@ -173,13 +182,33 @@ def m2po(tokens: Tokens, config: ObjectiveConfig) -> PolicyLoss:
 
     M2PO (arXiv 2510.01161). Only tokens that a clip could affect are candidates: A > 0 and rho > 1, or A < 0 and
     rho < 1. As few candidates are dropped as bring the mean of (log rho)^2 over the candidates down to `second_moment`.
-    The paper takes the mean over a batch. Here it is over each sample, so that a token's loss does not depend on the
-    other samples in the batch.
+    With `second_moment_over: batch` the mean is over all samples that arrive together, as in the paper's algorithm 1
+    (see `batch_mask`). With `sample` it is over each sample, so that a token's loss does not depend on other samples.
     """
     rho = ratio(tokens.logprobs, tokens.behaviour)
-    log_rho = (tokens.logprobs - tokens.behaviour).detach()
-    keep = smallest_until(log_rho**2, tokens.samples, log_rho * tokens.advantages > 0, config.second_moment)
+    if config.masks_batch:
+        assert tokens.kept is not None, "the mask over the batch comes with the tokens"
+        keep = tokens.kept.to(rho.dtype)
+    else:
+        log_rho = (tokens.logprobs - tokens.behaviour).detach()
+        keep = smallest_until(log_rho**2, tokens.samples, log_rho * tokens.advantages > 0, config.second_moment)
     return PolicyLoss(-rho * tokens.advantages * keep, 1 - keep)
+
+
+def batch_mask(
+    log_rho: Tensor,  # [S], float32; 0 for tokens that are not in the loss
+    advantages: Tensor,  # [S]
+    config: ObjectiveConfig,
+    total: Callable[[list[float]], list[float]],
+) -> Tensor:
+    """Return which of this rank's tokens an objective with `masks_batch` keeps, [S] bool.
+
+    The formula is that of `m2po`, over the tokens of all ranks. `total`: returns the sums of numbers over the ranks.
+    All ranks must call this.
+    """
+    squares, candidates = log_rho**2, log_rho * advantages > 0
+    bound = largest_kept(squares[candidates], config.second_moment, total)
+    return ~(candidates & (squares > bound))
 
 
 OBJECTIVES: dict[str, Objective] = {

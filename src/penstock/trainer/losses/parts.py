@@ -10,6 +10,7 @@ mask.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -22,6 +23,11 @@ Normalize = Literal["token", "sequence", "constant"]
 MAX_LOG_RATIO = 20.0
 """Bound of |log ratio|. Products with exp(20) = 5e8 stay finite in float32. Without the bound, one extreme token makes
 all gradients NaN."""
+INFINITY_BITS = 0x7F80_0000
+"""The bits of an infinite float32, as an integer. Those of the floats from 0 to it are in the order of the floats."""
+NUM_PROBES = 255
+"""Bounds that `largest_kept` tries with one exchange between the ranks. Four exchanges suffice, as 256^4 exceeds the
+number of float32 values."""
 
 
 def ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -60,10 +66,10 @@ def smallest_until(squares: Tensor, samples: Tensor, candidates: Tensor, budget:
     """Return 0 for dropped tokens, else 1; [N].
 
     In each sample the candidates with the largest `squares` are dropped. As few are dropped as bring the mean over the
-    sample's remaining candidates down to `budget`.
+    sample's remaining candidates down to `budget`. Of equal squares, those of later tokens are dropped first.
     """
     keep = torch.ones_like(squares)
-    order = torch.argsort(squares)
+    order = torch.argsort(squares, stable=True)
     order = order[candidates[order]]
     order = order[torch.argsort(samples[order], stable=True)]  # by sample, then ascending
     if not len(order):
@@ -78,6 +84,31 @@ def smallest_until(squares: Tensor, samples: Tensor, candidates: Tensor, budget:
     mean = (total - before) / (position - start + 1)
     keep[order[mean > budget]] = 0.0
     return keep
+
+
+def largest_kept(squares: Tensor, budget: float, total: Callable[[list[float]], list[float]]) -> float:
+    """Return the largest bound for which the mean of all `squares` up to the bound is at most `budget`.
+
+    So as few squares as possible are dropped, and equal ones are kept or dropped together. An infinite square is always
+    dropped. `squares` [N]: this rank's, float32, at least 0. `total`: returns the sums of numbers over the ranks. All
+    ranks must call this, and get the same bound.
+
+    The mean grows with the bound. The search therefore narrows an interval of bounds, given by their bits.
+    """
+    ordered = squares.sort().values
+    sums = torch.nn.functional.pad(ordered.cumsum(0, dtype=torch.float64), (1, 0))  # of the first 0, 1, ... N squares
+    fits, exceeds = 0, INFINITY_BITS
+    while exceeds - fits > 1:
+        probes = [fits + (exceeds - fits) * number // (NUM_PROBES + 1) for number in range(1, NUM_PROBES + 1)]
+        bounds = torch.tensor(probes, dtype=torch.int32).view(torch.float32)
+        counts = torch.searchsorted(ordered, bounds, right=True)
+        totals = total([*sums[counts].tolist(), *counts.tolist()])
+        num_fit = 0
+        while num_fit < NUM_PROBES and totals[num_fit] <= budget * totals[NUM_PROBES + num_fit]:
+            num_fit += 1
+        tried = [fits, *probes, exceeds]
+        fits, exceeds = tried[num_fit], tried[num_fit + 1]
+    return float(torch.tensor(fits, dtype=torch.int32).view(torch.float32))
 
 
 def shares(samples: Tensor, normalize: Normalize) -> Tensor:
