@@ -119,9 +119,10 @@ def real_model() -> PreTrainedModel:
     return made.eval()
 
 
-def fewest_ranks(name: str, context: int) -> float:
+def fewest_ranks(name: str, context: int, offload: Sequence[str] = ()) -> float:
     """Return the smallest number of ranks with 80 GiB each on which the whole model can be trained, as planned: shards,
-    activations computed again, passes of one answer of this length. nan if there are too few."""
+    activations computed again, passes of one answer of this length. `offload`: what waits in main memory. nan if there
+    are too few."""
     ranks = 1
     while ranks <= MOST_RANKS:
         trainer = TrainerConfig.model_validate(
@@ -129,6 +130,7 @@ def fewest_ranks(name: str, context: int) -> float:
                 "ranks": ranks,
                 "distributed": {"strategy": "fsdp"},
                 "activation_checkpointing": True,
+                "offload": list(offload),
                 "tokens_per_microbatch": context,
             }
         )

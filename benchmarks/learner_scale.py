@@ -106,7 +106,11 @@ def add_balance(figures: Figures, *, quick: bool) -> None:
 
 def add_fits(figures: Figures, *, quick: bool) -> None:
     for name in list(SHAPES)[: 1 if quick else None]:
-        row = {f"{context:,} tokens": [fewest_ranks(name, context)] for context in CONTEXTS[: 1 if quick else None]}
+        row = {
+            f"{context:,} tokens{words}": [fewest_ranks(name, context, offload)]
+            for words, offload in (("", ()), (", offloaded", ("activations", "optimizer")))
+            for context in CONTEXTS[: 1 if quick else None]
+        }
         figures.tables.setdefault(FITS_TABLE, {})[name] = row
 
 
