@@ -26,6 +26,8 @@ COMPANIONS = (
     "tokenizer.model",
 )
 """Files that a model directory needs besides the weights."""
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that architectures give the number of experts of a layer."""
 
 
 MAX_LABELS = 100_000
@@ -85,6 +87,11 @@ def attention_heads(directory: Path) -> tuple[int, int] | None:
     """Return the number of a model's attention heads, and of those of keys and values. None if it does not say."""
     heads = next((found for name in ("num_attention_heads", "n_head") if (found := _number(directory, name))), None)
     return None if heads is None else (heads, _number(directory, "num_key_value_heads") or heads)
+
+
+def num_experts(directory: Path) -> int:
+    """Return the number of experts of a layer, as config.json says. 0 if the model has none."""
+    return next((found for name in NUM_EXPERTS if (found := _number(directory, name))), 0)
 
 
 def _number(directory: Path, name: str) -> int | None:

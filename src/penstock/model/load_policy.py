@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Parameter
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.model.files import AGAIN, ModelError, check_no_code, has_weights
 
@@ -114,6 +115,16 @@ def with_tied_names(model: PreTrainedModel, named: Mapping[str, Tensor]) -> dict
     known = {id(weight): name for name, weight in every.items() if name in named}
     tied = {name: known[id(weight)] for name, weight in every.items() if name not in named and id(weight) in known}
     return {**named, **{name: named[other].clone() for name, other in tied.items()}}
+
+
+def with_original_names(model: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return `named` with the names and shapes that `save_pretrained` writes, which other engines read.
+
+    Transformers may hold weights in other ways than published models do: the experts of a layer as one tensor, for
+    example. The tensors may be parts of those of `named`, with the same memory.
+    """
+    original: dict[str, Tensor] = revert_weight_conversion(model, dict(named))
+    return original
 
 
 def _random(model_dir: Path, dtype: torch.dtype, seed: int | None) -> PreTrainedModel:

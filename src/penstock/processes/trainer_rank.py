@@ -24,7 +24,7 @@ from penstock.groups.intent import PerRank, Shard
 from penstock.groups.method import remote_method
 from penstock.groups.modes import Execute, Mode
 from penstock.groups.role import Rank
-from penstock.model.load_policy import hollow_policy, load_policy, resolve_dtype, with_tied_names
+from penstock.model.load_policy import hollow_policy, load_policy, resolve_dtype, with_original_names, with_tied_names
 from penstock.own_files import remove_tree
 from penstock.processes.devices import device_of, num_threads, num_usable_cpus
 from penstock.processes.layout import places, trainer_nodes
@@ -223,8 +223,11 @@ class Actor(TrainerRank):
         )
 
     def _served(self, gathered: dict[str, Tensor]) -> dict[str, Tensor]:
-        named = {name: tensor.to(self._dtype) for name, tensor in gathered.items()}
-        return with_tied_names(self._model, named) if self._config.rollout.engine == "vllm" else named
+        """Return weights in the dtype of the servers, and for other engines under the names of published models."""
+        named, engine = {name: tensor.to(self._dtype) for name, tensor in gathered.items()}, self._config.rollout.engine
+        if engine == "penstock":
+            return named
+        return with_original_names(self._model, with_tied_names(self._model, named) if engine == "vllm" else named)
 
 
 class PolicyCopyRank(TrainerRank, Generic[Held]):

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from penstock.config import ConfigError
 from penstock.model.load_policy import FULL, attention_kinds
 from penstock.trainer import packed_attention
+from penstock.trainer.experts import num_active
 from penstock.trainer.output_layer import OutputLayer, gathered, needs_chunks
 from penstock.trainer.packing import PASS_COST_TOKENS, MicroBatch
 
@@ -69,7 +70,7 @@ def pass_cost(model: PreTrainedModel, device: torch.device) -> int:
     """Return the fixed cost, in tokens, of one more forward and backward pass of a micro-batch on `device`."""
     if device.type == "cpu":
         return PASS_COST_TOKENS
-    return max(LAUNCH_FLOPS // (6 * int(model.num_parameters())), PASS_COST_TOKENS)
+    return max(LAUNCH_FLOPS // (6 * num_active(model)), PASS_COST_TOKENS)
 
 
 def recompute_activations(model: PreTrainedModel, *, offload: bool = False) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from penstock.config import ConfigError, LoraConfig
@@ -23,22 +24,30 @@ ADAPTER = "default"
 def attach(model: PreTrainedModel, config: LoraConfig, dtype: torch.dtype = torch.float32) -> None:
     """Freeze `model`, with weights of `dtype`, and insert trainable float32 adapters into its layers, in place.
 
-    Raises `ConfigError` if peft is missing, no layer matches the targets, or a target shares its weights.
+    Only linear layers get adapters: experts that a layer holds as one tensor stay as they are. Raises `ConfigError` if
+    peft is missing, no layer matches the targets, or a target shares its weights.
     """
     try:
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
     except ImportError:
         raise ConfigError("trainer.lora needs the package peft: pip install 'penstock[lora]'") from None
-    targets: Any = config.targets if config.targets == "all-linear" else list(config.targets)
-    adapters = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
+    every = config.targets == "all-linear"
+    targets: Any = config.targets if every else list(config.targets)
+    adapters = PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=targets,
+        exclude_modules=_output_layers(model) if every else None,
+        lora_dropout=0.0,
+    )
     model.requires_grad_(False)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     try:
         with warnings.catch_warnings():  # hide the warning about shared weights, which are refused below
             warnings.simplefilter("ignore", UserWarning)
-            inject_adapter_in_model(adapters, model, adapter_name=ADAPTER)
+            inject_adapter_in_model(adapters, _Plain(model), adapter_name=ADAPTER)
     except ValueError as error:
         raise ConfigError(f"trainer.lora.targets {config.targets}: {error}") from None
     for parameter in model.parameters():
@@ -46,6 +55,21 @@ def attach(model: PreTrainedModel, config: LoraConfig, dtype: torch.dtype = torc
             parameter.data = parameter.data.float()
     if (name := _shared(model)) is not None:
         raise ConfigError(f"trainer.lora.targets {config.targets}: {name} shares its weights with another layer")
+
+
+class _Plain(Module):
+    """Contains a model. In a model that it knows, peft would give adapters to experts and routers too, which
+    `merged_weights` could not merge."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+
+def _output_layers(model: Any) -> list[str]:
+    """Return the name of the output layer, if there is one."""
+    head = model.get_output_embeddings()
+    return [name for name, part in model.named_modules() if part is head]
 
 
 def is_adapter(name: str) -> bool:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from penstock.groups.batch import Batch
 from penstock.model.load_policy import FULL, attention_kinds
+from penstock.trainer.experts import num_active
 from penstock.trainer.packing import PASSES, equal_passes
 
 Ints = npt.NDArray[np.int64]
@@ -77,7 +78,8 @@ def attention_per_token(model: PreTrainedModel) -> float:
     """Return the `attention_per_token` of a model, for `costs`.
 
     Per layer and token of context, attention takes two products over all heads. The remaining compute is one product
-    with each weight. The result is 0 for models with attention windows, since a window bounds the context.
+    with each weight, but for those of experts that a token is not sent to. The result is 0 for models with attention
+    windows, since a window bounds the context.
     """
     config = model.config.get_text_config()
     if attention_kinds(config) != {FULL}:
@@ -86,7 +88,7 @@ def attention_per_token(model: PreTrainedModel) -> float:
     width: int = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     embedded: int = model.get_input_embeddings().weight.numel()
     projected = embedded if config.tie_word_embeddings else 0  # tied: one tensor, and it computes the output
-    weights: int = sum(p.numel() for p in model.parameters()) - embedded + projected
+    weights: int = num_active(model) - embedded + projected
     layers: int = config.num_hidden_layers
     return 2.0 * layers * width / weights
 
