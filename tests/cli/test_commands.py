@@ -158,6 +158,8 @@ def test_dry_run_shows_the_source_of_tasks_that_fits_the_environment(
         ("env.reward=maths", 2, "did you mean math?"),
         ("trainer={ranks: 4, distributed: {context_ranks: 3}}", 2, "context_ranks (3) does not divide ranks (4)"),
         ("trainer={ranks: 3, distributed: {context_ranks: 3}}", 1, "3 ranks cannot share the 4 attention heads"),
+        ("trainer={ranks: 2, distributed: {strategy: fsdp, expert_parallel: true}}", 1, "the model has no experts"),
+        ("trainer={ranks: 2, distributed: {strategy: ddp, expert_parallel: true}}", 2, "is for strategy fsdp"),
         ("env.reward=nowhere.py:Reward", 2, "there is no"),
     ],
 )

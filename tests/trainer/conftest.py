@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_experts import write_experts_model
 from made_samples import five_groups
 from transformers import PreTrainedModel
 
@@ -20,6 +21,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = TinyModelConfig(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, intermediate_size=48)
     write_tiny_model(directory, config, max_context=64)
     return directory
+
+
+@pytest.fixture(scope="session")
+def experts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_experts_model(tmp_path_factory.mktemp("experts"))
 
 
 @pytest.fixture

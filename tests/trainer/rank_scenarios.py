@@ -1,7 +1,7 @@
 """What ranks do in `test_ranks.py`: each scenario runs unchanged on one rank, in this process, or on several.
 
-As a program this is one rank: `python rank_scenarios.py MODEL_DIR OUT_DIR RANK SIZE`. They meet in `OUT_DIR`,
-and end with their input. What each scenario gave goes to `OUT_DIR/rank_<i>.pt`.
+As a program this is one rank: `python rank_scenarios.py MODEL_DIR EXPERTS_DIR OUT_DIR RANK SIZE`. They meet in
+`OUT_DIR`, and end with their input. What each scenario gave goes to `OUT_DIR/rank_<i>.pt`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ import numpy as np
 import torch
 from made_roles import AllRoles
 from made_samples import five_groups
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.groups.role import Rank
+from penstock.model.files import has_weights
 from penstock.model.load_policy import hollow_policy, load_policy
 from penstock.trainer import output_layer
 from penstock.trainer.prepare import prepare
@@ -91,6 +94,18 @@ ROUNDED = ("all_roles", "lora_copies")
 FEW = ("decay", "context", "context_sequence", "drawn_0", "drawn_1", "drawn_2")
 """What more than two ranks do: they share cores here."""
 CHUNKED = ("chunked", "drawn_1", "drawn_3", "drawn_5")
+EXPERTS: dict[str, dict[str, Any]] = {
+    "experts": {"tokens_per_microbatch": 64},
+    "experts_recomputed": {"activation_checkpointing": True, "max_grad_norm": 0.05},
+    "experts_copies": {"critic": {"learning_rate": 1e-3}, "objective": COPIES, "canaries": {"parity_every": 1}},
+    "experts_lora": {"lora": {"rank": 4}, "objective": {"kl_coef": 0.1}},
+    "experts_context": {"distributed": {"context_ranks": 2}, "activation_checkpointing": True},
+    "experts_noise": {},
+}
+"""Of the trainer, by scenario, for a model with experts."""
+EXPERTS = {name: {"learning_rate": 1e-3} | given for name, given in EXPERTS.items()}
+RESUMED = {2: ("ddp_experts_1",), 4: ("ddp_experts_1", "spread_experts_2")}
+"""Checkpoints from which so many ranks go on with spread experts."""
 STRATEGIES = ("ddp", "fsdp")
 NUM_STEPS = 3
 
@@ -110,6 +125,17 @@ def saved_of(num_ranks: int) -> tuple[str, ...]:
     return SAVED if num_ranks <= 2 else ("critic",)
 
 
+def of_experts(num_ranks: int) -> dict[str, tuple[str, ...]]:
+    """Return which scenarios so many ranks play with experts, by strategy. `spread`: `fsdp` with expert parallelism."""
+    match num_ranks:
+        case 1:
+            return {"ddp": tuple(EXPERTS)}
+        case 2:
+            return {"ddp": ("experts",), "fsdp": ("experts", "experts_lora"), "spread": tuple(EXPERTS)}
+        case _:
+            return {"spread_hsdp": ("experts_context", "experts_noise")}
+
+
 @contextmanager
 def in_chunks(*, wanted: bool) -> Iterator[None]:
     """Compute the logits of a few tokens at a time, if that is wanted."""
@@ -126,22 +152,27 @@ def make_learner(
 ) -> AllRoles:
     torch.manual_seed(ranks.index)  # what is drawn at random must not differ
     knows_weights = strategy == "ddp" or ranks.is_first
-    given = SETTINGS.get(name, ALL_ROLES)
+    given = (SETTINGS | EXPERTS).get(name, ALL_ROLES)
     settings = (
         {"learning_rate": 1e-2, "warmup_steps": 0}
         | {key: value for key, value in given.items() if ranks.size > 1 or key not in HOW}
         | {"ranks": ranks.size, "distributed": {"strategy": "ddp" if strategy == "ddp" else "fsdp"}}
     )
     settings["distributed"]["context_ranks"] = context_ranks(name, ranks)
-    if strategy == "hsdp" and ranks.size > 2:
+    if strategy.endswith("hsdp") and ranks.size > 2:
         settings["distributed"]["shard_ranks"] = 2
+    settings["distributed"]["expert_parallel"] = strategy.startswith("spread") and ranks.size > 1
     return AllRoles(
-        lambda: load_policy(model_dir, weights=False, seed=0) if knows_weights else hollow_policy(model_dir),
+        lambda: (
+            load_policy(model_dir, weights=has_weights(model_dir), seed=0)
+            if knows_weights
+            else hollow_policy(model_dir)
+        ),
         TrainerConfig.model_validate(settings),
         max_staleness=2,
         max_tokens=10,
         whole_step=20,
-        measure_noise=name == "noise",
+        measure_noise=name.endswith("noise"),
         base=str(model_dir),
         ranks=ranks,
         compute_dtype=compute_dtype,
@@ -150,7 +181,7 @@ def make_learner(
 
 def context_ranks(name: str, ranks: Ranks) -> int:
     """How many of the ranks share their passes."""
-    wanted = SETTINGS.get(name, {}).get("distributed", {}).get("context_ranks", 1)
+    wanted = (SETTINGS | EXPERTS).get(name, {}).get("distributed", {}).get("context_ranks", 1)
     return min(wanted, ranks.size)
 
 
@@ -206,6 +237,30 @@ def rounded(ranks: Ranks, model_dir: Path, name: str, strategy: str) -> dict[str
         "served": {weight.dtype for weight in learner.named_weights().values()},
         "trained": trained,
     }
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the dtypes of the products of experts, with their results."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if "grouped_mm" in str(func):
+            tensors = [each for each in tree_leaves((args, kwargs, made)) if isinstance(each, torch.Tensor)]
+            self.dtypes |= {each.dtype for each in tensors if each.is_floating_point()}
+        return made
+
+
+def multiplied(ranks: Ranks, model_dir: Path, strategy: str) -> dict[str, Any]:
+    """A step that computes experts in bfloat16."""
+    learner = make_learner(ranks, model_dir, "experts", strategy, compute_dtype=torch.bfloat16)
+    with Products() as products:
+        metrics = train(learner, ranks, steps=1)[-1]
+    trained = {parameter.dtype for parameter in learner.learner.model.parameters()}
+    return {"metrics": metrics, "products": products.dtypes, "trained": trained}
 
 
 def saved(ranks: Ranks, model_dir: Path, directory: Path, name: str, strategy: str) -> dict[str, Any]:
@@ -270,7 +325,7 @@ def lost(ranks: Ranks, model_dir: Path) -> dict[str, Any]:
     raise AssertionError("the step went on without a rank")
 
 
-def every(ranks: Ranks, model_dir: Path, out: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+def every(ranks: Ranks, model_dir: Path, experts_dir: Path, out: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     """All scenarios of several ranks, by name. Those that resume read what fewer or more ranks left in `out`."""
     found: dict[str, Callable[[], dict[str, Any]]] = {}
     for strategy in strategies_of(ranks.size):
@@ -290,22 +345,46 @@ def every(ranks: Ranks, model_dir: Path, out: Path) -> dict[str, Callable[[], di
                 found[f"{strategy}/resumed/{origin.name}"] = lambda d=origin, n=name, s=strategy: resumed(
                     ranks, model_dir, d, n, s
                 )
+    found |= every_of_experts(ranks, experts_dir, out)
     found["imitated"] = lambda: imitated(ranks, model_dir)
     if ranks.size > 1:
         found["lost"] = lambda: lost(ranks, model_dir)
     return found
 
 
-def main(model_dir: Path, out: Path, index: int, size: int) -> None:
+def every_of_experts(ranks: Ranks, experts_dir: Path, out: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    """The scenarios of a model with experts."""
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    for strategy, names in of_experts(ranks.size).items():
+        for name in names:
+            found[f"{strategy}/{name}"] = lambda n=name, s=strategy: scenario(ranks, experts_dir, n, s)
+        directory = out / f"saved_{strategy}_experts_{ranks.size}"
+        found[f"{strategy}/saved/experts"] = lambda d=directory, s=strategy: saved(ranks, experts_dir, d, "experts", s)
+        if not strategy.startswith("spread"):
+            continue
+        found[f"{strategy}/multiplied"] = lambda s=strategy: multiplied(ranks, experts_dir, s)
+        if ranks.size == 2:
+            found[f"{strategy}/poisoned"] = lambda s=strategy: poisoned(ranks, experts_dir, s)
+            found[f"{strategy}/in_turns/experts"] = lambda s=strategy: scenario(
+                ranks, experts_dir, "experts", s, in_turns=True
+            )
+        for origin in [out / f"saved_{each}" for each in RESUMED[ranks.size]]:
+            found[f"{strategy}/resumed/{origin.name}"] = lambda d=origin, s=strategy: resumed(
+                ranks, experts_dir, d, "experts", s
+            )
+    return found
+
+
+def main(model_dir: Path, experts_dir: Path, out: Path, index: int, size: int) -> None:
     torch.set_num_threads(1)
     ranks = Ranks(Rank(index, size), timeout_s=60.0)
     ranks.join(out / f"rendezvous_{size}", CPU)
     results = {}
-    for name, run in every(ranks, model_dir, out).items():
+    for name, run in every(ranks, model_dir, experts_dir, out).items():
         results[name] = run()
         torch.save(results, out / f"rank_{index}_of_{size}.pt")
     sys.stdin.read()  # the others may still ask rank 0 who had come
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))

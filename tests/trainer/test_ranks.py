@@ -17,7 +17,19 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from rank_scenarios import CPU, NUM_STEPS, ROUNDED, STRATEGIES, every, resumed, saved_of, settings_of, strategies_of
+from rank_scenarios import (
+    CPU,
+    NUM_STEPS,
+    RESUMED,
+    ROUNDED,
+    STRATEGIES,
+    every,
+    of_experts,
+    resumed,
+    saved_of,
+    settings_of,
+    strategies_of,
+)
 from safetensors.torch import load_file
 
 from penstock.config import ConfigError
@@ -29,6 +41,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.xdist_group
 PROGRAM = Path(__file__).with_name("rank_scenarios.py")
 SIZES = (2, 4)
 SHARED = [(size, strategy) for size in SIZES for strategy in strategies_of(size)]
+SPREAD = [(size, strategy) for size in SIZES for strategy in of_experts(size) if strategy.startswith("spread")]
+NEAR = 1e-5
+"""Of weights after steps of up to 1e-3."""
 Results = dict[str, dict[str, Any]]
 
 
@@ -37,14 +52,14 @@ def each(names_of: Callable[[int], Sequence[str]]) -> list[tuple[int, str, str]]
     return [(size, strategy, name) for size, strategy in SHARED for name in names_of(size)]
 
 
-def run_ranks(model_dir: Path, out: Path, size: int) -> list[Results]:
+def run_ranks(model_dir: Path, experts_dir: Path, out: Path, size: int) -> list[Results]:
     """What every rank found; the last one is killed while the others wait for it."""
     (out / f"rendezvous_{size}").mkdir()
     with ExitStack() as stack:
         processes = [
             stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, str(PROGRAM), str(model_dir), str(out), str(index), str(size)],
+                    [sys.executable, str(PROGRAM), *map(str, (model_dir, experts_dir, out, index, size))],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=stack.enter_context((out / f"rank_{index}_of_{size}.log").open("w")),
@@ -69,44 +84,44 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(model_dir: Path, out: Path) -> Results:
-    return {name: run() for name, run in every(Ranks(), model_dir, out).items()}
+def alone(model_dir: Path, experts_dir: Path, out: Path) -> Results:
+    return {name: run() for name, run in every(Ranks(), model_dir, experts_dir, out).items()}
 
 
 class Together:
     """What ranks found, by their number; played when it is first asked for. Each number of ranks goes on from the
     checkpoints of the smaller ones."""
 
-    def __init__(self, model_dir: Path, out: Path) -> None:
-        self._model_dir, self._out = model_dir, out
+    def __init__(self, model_dir: Path, experts_dir: Path, out: Path) -> None:
+        self._where = model_dir, experts_dir, out
         self._played: dict[int, list[Results]] = {}
 
     def __getitem__(self, size: int) -> list[Results]:
         for smaller in SIZES[: SIZES.index(size) + 1]:
             if smaller not in self._played:
-                self._played[smaller] = run_ranks(self._model_dir, self._out, smaller)
+                self._played[smaller] = run_ranks(*self._where, smaller)
         return self._played[size]
 
 
 @pytest.fixture(scope="module")
-def together(model_dir: Path, out: Path, alone: Results) -> Together:
-    return Together(model_dir, out)
+def together(model_dir: Path, experts_dir: Path, out: Path, alone: Results) -> Together:
+    return Together(model_dir, experts_dir, out)
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def same(found: dict[str, Any], expected: dict[str, Any], *, atol: float = 3e-4) -> None:
     """Metrics of every step, and the weights after the last one: but for what rounding becomes in Adam, which makes a
     whole step of the smallest gradient."""
     for ours, theirs in zip(found["metrics"], expected["metrics"], strict=True):
         assert ours.keys() == theirs.keys()
         for name in theirs.keys() - {"busy_s"}:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
-    close(found["weights"], expected["weights"])
+    close(found["weights"], expected["weights"], atol=atol)
 
 
-def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, atol: float = 3e-4) -> None:
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=3e-4)  # steps of up to 1e-2 were taken
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=atol)  # steps of up to 1e-2 were taken
         assert (found[name] - weight).norm() < 3e-4 * weight.norm(), name
 
 
@@ -192,6 +207,59 @@ def test_every_rank_saves_what_it_alone_has(together: Together, out: Path, role:
             f"{role}.pt",
             f"{role}_1.pt",
         }
+
+
+def of_all_experts() -> list[tuple[int, str, str]]:
+    """Return (size, strategy, name) of all that ranks play with experts."""
+    return [(size, strategy, name) for size in SIZES for strategy, names in of_experts(size).items() for name in names]
+
+
+@pytest.mark.parametrize(("size", "strategy", "name"), of_all_experts())
+def test_experts_learn_the_same_wherever_they_are(
+    alone: Results, together: Together, name: str, strategy: str, size: int
+) -> None:
+    """On every rank, gathered from shards, or on ranks of their own to which tokens travel."""
+    expected = alone[f"ddp/{name}"]
+    assert len(expected["metrics"]) == NUM_STEPS
+    first, *others = [results[f"{strategy}/{name}"] for results in together[size]]
+    same(first, expected, atol=NEAR)
+    assert any(".experts." in weight for weight in first["weights"])
+    for other in others:
+        assert [each | {"busy_s": 0} for each in other["metrics"]] == [
+            each | {"busy_s": 0} for each in first["metrics"]
+        ]
+        assert not other["weights"]
+
+
+@pytest.mark.parametrize(("size", "strategy"), SPREAD)
+def test_spread_experts_are_saved_and_read_as_others(
+    alone: Results, together: Together, experts_dir: Path, out: Path, strategy: str, size: int
+) -> None:
+    expected, found = alone["ddp/saved/experts"], together[size][0]
+    same(found[f"{strategy}/saved/experts"], expected, atol=NEAR)
+    for origin in RESUMED[size]:
+        same(found[f"{strategy}/resumed/saved_{origin}"], expected, atol=NEAR)
+    alone_again = resumed(Ranks(), experts_dir, out / f"saved_{strategy}_experts_{size}", "experts", "ddp")
+    same(alone_again, expected, atol=NEAR)
+
+
+def test_spread_experts_give_their_devices_up_between_steps_and_skip_bad_ones(together: Together) -> None:
+    for results in together[2]:
+        found, expected = results["spread/in_turns/experts"], results["spread/experts"]
+        assert all(torch.equal(found["weights"][key], weight) for key, weight in expected["weights"].items())
+        assert results["spread/poisoned"] == {"skipped": 1.0, "same": True}
+
+
+@pytest.mark.parametrize(("size", "strategy"), SPREAD)
+def test_spread_experts_multiply_in_the_dtype_of_the_passes(
+    alone: Results, together: Together, strategy: str, size: int
+) -> None:
+    expected = alone["ddp/experts"]["metrics"][0]
+    for results in together[size]:
+        found = results[f"{strategy}/multiplied"]
+        assert found["products"] == {torch.bfloat16} and found["trained"] == {torch.float32}
+        for metric in ("loss", "grad_norm", "entropy", "ratio_mean"):
+            assert found["metrics"][metric] == pytest.approx(expected[metric], rel=0.05, abs=0.01), metric
 
 
 @pytest.mark.parametrize("damage", ["missing", "torn"])

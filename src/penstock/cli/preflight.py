@@ -18,7 +18,14 @@ from penstock.envs.rewards import dataset_rule
 from penstock.envs.rewards.reward import reads_in_sandbox
 from penstock.envs.rewards.reward_box import check_reward_box
 from penstock.model.chat import ChatTokenizer
-from penstock.model.files import attention_heads, check_no_code, has_weights, max_positions, num_parameters
+from penstock.model.files import (
+    attention_heads,
+    check_no_code,
+    has_weights,
+    max_positions,
+    num_experts,
+    num_parameters,
+)
 from penstock.processes.layout import slots_of
 from penstock.sandbox import SandboxUnavailable, confinement, select
 from penstock.scheduler.filters import FilterChain
@@ -44,6 +51,7 @@ def check(config: Config) -> None:
         check_model(Path(config.model.path))
         check_context(Path(config.model.path), config.model.max_context)
     check_heads(config)
+    check_experts(config)
     if config.pipeline == "eval" and not config.validation_tasks:
         raise Refused("there are no tasks to evaluate: set data.eval_tasks or validation.tasks above 0")
     check_settings(config)
@@ -192,6 +200,16 @@ def check_heads(config: Config) -> None:
     heads = (tiny.num_heads, tiny.num_kv_heads) if own else attention_heads(Path(config.model.path))
     if heads is not None and (fault := config.trainer.distributed.fault_of_heads(*heads)):
         raise Refused(fault)
+
+
+def check_experts(config: Config) -> None:
+    """Check that the ranks can share the experts of the model, if they are to. Raises `Refused`."""
+    trainer = config.trainer
+    if trainer.distributed.expert_parallel:
+        own, directory = config.model.path == "tiny", Path(config.model.path)
+        experts, size = (0, 0) if own else (num_experts(directory), num_parameters(directory))
+        if fault := trainer.distributed.fault_of_experts(experts, ranks=trainer.ranks, num_parameters=size):
+            raise Refused(fault)
 
 
 def check_engine(engine: str, python: str) -> None:

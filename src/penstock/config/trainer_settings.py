@@ -127,7 +127,8 @@ class LoraConfig(Section):
     alpha: int = Field(32, ge=1)
     """Adapters are scaled by alpha / rank."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
-    """Linear layers that get adapters, by the ends of their names."""
+    """Linear layers that get adapters, by the ends of their names. Experts that a layer holds as one tensor, as in
+    Transformers, get none."""
 
 
 class DistributedConfig(Section):
@@ -145,6 +146,10 @@ class DistributedConfig(Section):
     """Number of neighbouring ranks that share every pass (context parallelism, Ulysses): each computes a run of its
     tokens, and some heads of attention. `tokens_per_microbatch` is then the size of what they compute together. It is
     for answers that are too long for one device, for models with plain causal attention."""
+    expert_parallel: bool = False
+    """`fsdp`: spread the experts of every layer over the ranks that share one copy of the model, instead of gathering
+    them. Each rank holds equally many experts, and tokens travel to them and back. It is for models with many experts
+    (mixture of experts), whose layers are large and whose tokens need little of them."""
     backend: Literal["gloo", "nccl", "hccl"] | None = None
     """Communication backend between ranks; if unset, the backend that suits the device. `hccl` needs the package
     torch_npu."""
@@ -170,9 +175,32 @@ class DistributedConfig(Section):
             f"{key_heads} or is a multiple of {key_heads}"
         )
 
+    def fault_of_experts(self, num_experts: int, *, ranks: int, num_parameters: int) -> str | None:
+        """Return why `ranks` ranks cannot share the experts of a model of this size, or None. `num_experts`: of a
+        layer; 0 if the model has none."""
+        if not self.expert_parallel or ranks == 1:
+            return None
+        name = "trainer.distributed.expert_parallel"
+        if not num_experts:
+            return f"{name}: the model has no experts that ranks could share: set it to false"
+        shards = self.num_shards(ranks=ranks, num_parameters=num_parameters)
+        if shards == 1:
+            return (
+                f"{name}: strategy {self.strategy} gives each of {ranks} ranks a replica of a model with "
+                f"{num_parameters:,} parameters, and so all {num_experts} experts: set strategy to fsdp"
+            )
+        if num_experts % shards:
+            return (
+                f"{name}: {shards} ranks share one copy of the model and cannot hold equal parts of the {num_experts} "
+                f"experts of a layer: choose a divisor of {num_experts}, as trainer.ranks or as shard_ranks"
+            )
+        return None
+
     def contradictions(self) -> Iterator[str]:
         if self.shard_ranks is not None and self.strategy == "ddp":
             yield f"shard_ranks ({self.shard_ranks}) is for strategy fsdp: ddp has no shards"
+        if self.expert_parallel and self.strategy == "ddp":
+            yield "expert_parallel is for strategy fsdp: with ddp each rank has all experts"
 
 
 class ObjectiveConfig(Section):
@@ -311,6 +339,8 @@ class TrainerConfig(Section):
         context = self.distributed.context_ranks
         if self.ranks % context:
             yield f"distributed.context_ranks ({context}) does not divide ranks ({self.ranks})"
+        if self.distributed.expert_parallel and self.ranks == 1:
+            yield "distributed.expert_parallel needs several ranks that share the experts: set ranks to 2 or more"
         if self.critic is not None and self.advantages.are_of_turns:
             yield f"advantages {self.advantages.name} needs no critic: leave out one of the two"
         if "activations" in self.offload and not self.activation_checkpointing:

@@ -30,11 +30,12 @@ from transformers.masking_utils import AttentionMaskInterface
 from penstock.config import LoraConfig, TrainerConfig
 from penstock.model.load_policy import OWN_CODE
 from penstock.trainer import output_layer, packed_attention
+from penstock.trainer.experts import experts_of, per_token
 from penstock.trainer.forward import recompute_activations, shares_prefixes, token_logprobs
 from penstock.trainer.lora import attach
 from penstock.trainer.packing import TokenTable, micro_batches
 from penstock.trainer.ranks import BUCKET_ELEMENTS
-from penstock.trainer.strategy import check_shared_passes, layers_of
+from penstock.trainer.strategy import check_shared_passes, check_spread_experts, layers_of
 
 CPU = torch.device("cpu")
 EXPERTS = "grouped_mm"
@@ -90,6 +91,12 @@ class Sizes:
     all: int
     layer: int
     """The largest layer."""
+    experts: int
+    """Experts of all layers."""
+    layer_experts: int
+    """The experts of a layer, at most."""
+    layer_rest: int
+    """A layer without its experts, at most."""
     outside: int
     """Parameters of no layer: embeddings, output layer, last norm."""
     trained: int
@@ -105,7 +112,8 @@ class LearnerBytes:
     copies: int
     """Other copies of the policy, critic and reference."""
     gathered: int
-    """Layers of shards that are gathered for a pass, and their gradients."""
+    """Layers of shards that are gathered for a pass, and their gradients. Of experts that stay on their ranks, copies
+    in the dtype of the computation, and the rows of an exchange."""
     one_pass: int
     """The largest micro-batch: activations and the output layer."""
     optimizer_step: int
@@ -129,12 +137,16 @@ def sizes(architecture: Any, trainer: TrainerConfig) -> Sizes:
     layers = layers_of(model)
     num_all = sum(p.numel() for p in model.parameters())
     in_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    experts = [sum(p.numel() for e in experts_of(layer) for p in e.parameters(recurse=False)) for layer in layers]
     if trainer.lora is not None:
         attach(model, trainer.lora)
     return Sizes(
         num_layers=len(layers),
         all=num_all,
         layer=max(in_layers, default=0),
+        experts=sum(experts),
+        layer_experts=max(experts, default=0),
+        layer_rest=max((each - part for each, part in zip(in_layers, experts, strict=True)), default=0),
         outside=num_all - sum(in_layers),
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
     )
@@ -215,12 +227,19 @@ class _Process:
         return found
 
     def gathered(self) -> int:
+        """Return the bytes of what is gathered of shards: two layers and the root, and the gradients of one unit, which
+        are reduced in float32. Experts that stay on their ranks are not gathered. Their copies in the dtype of the
+        passes live until the backward pass, unless they are made again there."""
         if not self.sharded:
             return 0
-        # two layers and the root are gathered, and the gradients of one unit are reduced in float32
-        size, computed = self.size, self.dtype.itemsize
-        unit = max(size.layer, size.outside)
-        return computed * (2 * size.layer + size.outside) + (computed + MASTER_BYTES) * unit
+        size, computed, own = self.size, self.dtype.itemsize, 0
+        stay = self.trainer.distributed.expert_parallel
+        layer = size.layer_rest if stay else size.layer
+        if stay and (self.trainer.lora is None or self.judges):  # frozen ones have that dtype, and no gradients
+            held = size.layer_experts if self.trainer.activation_checkpointing else size.experts
+            own = (computed + MASTER_BYTES) * size.layer_experts + (computed * held if computed < MASTER_BYTES else 0)
+        unit = max(layer, size.outside)
+        return computed * (2 * layer + size.outside) + (computed + MASTER_BYTES) * unit + own // self.parts
 
     def optimizer_step(self) -> int:
         trained = self.trained if self.acts else self.whole
@@ -256,7 +275,12 @@ def learner_bytes(
     context = trainer.distributed.context_ranks
     if context > 1:
         check_shared_passes(_hollow(architecture), trainer.distributed)
+    if trainer.distributed.expert_parallel:
+        check_spread_experts(_hollow(architecture), trainer.distributed, trainer.ranks)
     tokens = -(-max(trainer.tokens_per_microbatch, longest) // context)
+    gathered = counted.gathered()
+    if counted.sharded and trainer.distributed.expert_parallel:
+        gathered += _exchanged(architecture, tokens, dtype.itemsize)
     shape = Pass(
         tokens=tokens,
         longest=min(longest, tokens),
@@ -272,7 +296,7 @@ def learner_bytes(
     return LearnerBytes(
         states=counted.states(),
         copies=counted.copies(),
-        gathered=counted.gathered(),
+        gathered=gathered,
         one_pass=max(pass_bytes(architecture, shape) for shape in shapes),
         optimizer_step=counted.optimizer_step(),
         saved=counted.saved(),
@@ -302,6 +326,13 @@ def decided(
         need = learner_bytes(architecture, trainer, longest=longest, dtype=dtype, on_accelerator=True, roles=roles)
         wanted = with_reserve(need.total) > capacity
     return trainer.model_copy(update={"activation_checkpointing": bool(wanted)})
+
+
+def _exchanged(architecture: Any, tokens: int, computed: int) -> int:
+    """Return the bytes of the rows that a rank sends to experts and gets from other ranks at one moment, if tokens go
+    to all experts alike."""
+    model = _hollow(architecture)
+    return 2 * tokens * per_token(model) * int(model.config.get_text_config().hidden_size) * computed
 
 
 def architecture_of(model_dir: Path) -> Any:

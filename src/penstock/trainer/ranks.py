@@ -111,7 +111,7 @@ class Ranks:
         self._listening: TCPStore | None = None
         self._counts: CallCounts | None = None
         self._num_calls = 0
-        self._groups: dict[int, distributed.ProcessGroup] = {}
+        self._groups: dict[tuple[int, int], distributed.ProcessGroup] = {}
 
     @property
     def is_first(self) -> bool:
@@ -193,16 +193,18 @@ class Ranks:
         """Return the largest of each value over all ranks."""
         return self._combined(values, operation, distributed.ReduceOp.MAX)
 
-    def group(self, size: int) -> distributed.ProcessGroup:
-        """Return this rank's group of `size` neighbouring ranks. Its collectives have the same deadline, and raise
-        torch's own errors. All ranks must call this."""
-        if size not in self._groups:
+    def group(self, size: int, *, stride: int = 1) -> distributed.ProcessGroup:
+        """Return this rank's group of `size` ranks: neighbours, or those that are `stride` apart. Its collectives have
+        the same deadline, and raise torch's own errors. All ranks must call this."""
+        if (size, stride) not in self._groups:
             timeout = timedelta(seconds=self._timeout_s)
-            for first in range(0, self.size, size):
-                made = distributed.new_group(range(first, first + size), timeout=timeout)
-                if self.index in range(first, first + size):
-                    self._groups[size] = made
-        return self._groups[size]
+            for start in range(0, self.size, size * stride):
+                for first in range(start, start + stride):
+                    members = range(first, first + size * stride, stride)
+                    made = distributed.new_group(members, timeout=timeout)
+                    if self.index in members:
+                        self._groups[size, stride] = made
+        return self._groups[size, stride]
 
     def leave(self) -> None:
         """Leave the process group: ranks that wait for this rank get an error.

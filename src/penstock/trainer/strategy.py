@@ -11,6 +11,9 @@ gradients are reduced in float32; passes of replicas use rounded copies of the w
 With `shard_ranks`, groups of ranks hold equal shards. Layers are gathered within a group, and gradients are summed over
 the groups as well (HSDP).
 
+With `expert_parallel`, experts are not gathered either: each rank computes those of its shard, for the tokens of all
+ranks of its group (`expert_parallel.py`).
+
 Ranks may also share every pass (`context_parallel.py`). In all cases gradients are plain sums over the ranks.
 """
 
@@ -22,16 +25,20 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
+import torch.distributed as distributed
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import Shard as Sharding
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
 from penstock.config import ConfigError, DistributedConfig, TrainerConfig
 from penstock.model.load_policy import without_weights
 from penstock.trainer.context_parallel import Context, context_of
+from penstock.trainer.expert_parallel import spread
+from penstock.trainer.experts import experts_of, num_experts
 from penstock.trainer.packed_attention import pack
 from penstock.trainer.packing import MicroBatch, idle
 from penstock.trainer.ranks import Ranks
@@ -149,9 +156,11 @@ class Sharded(Strategy):
         num_shards: int,
         packs: bool,
         context: Context | None,
+        spreads_experts: bool = False,
     ) -> None:
-        """`ranks` have met, and each `num_shards` of them share a copy. `policy` has no adapters. Raises `ConfigError`
-        if torch is too old to sum gradients of shards without averaging."""
+        """`ranks` have met, and each `num_shards` of them share a copy. `policy` has no adapters. `spreads_experts`:
+        whether experts stay on the ranks of their shards. Raises `ConfigError` if torch is too old to sum gradients of
+        shards without averaging."""
         assert ranks.device is not None
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ConfigError(
@@ -160,12 +169,17 @@ class Sharded(Strategy):
             )
         super().__init__(ranks, ranks.device, compute_dtype, packs=packs, context=context)
         mesh = {SHARDS: num_shards}
+        self._placements: tuple[Placement, ...] = (Sharding(0),)
         if num_shards < ranks.size:
             mesh = {REPLICAS: ranks.size // num_shards, **mesh}
+            self._placements = (Replicate(), *self._placements)
         self._mesh = init_device_mesh(self.device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         replica, number = divmod(ranks.index, num_shards)
         self.shard = Shard(number=number, num_shards=num_shards, is_saved=replica == 0)
         self._hollow = without_weights(policy)
+        self._compute_dtype, self._spreads_experts = compute_dtype, spreads_experts
+        self._experts: set[Parameter] = set()
+        """Parameters of experts that are spread over the ranks."""
         self._precision = MixedPrecisionPolicy()
         if compute_dtype != torch.float32:
             self._precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
@@ -180,7 +194,13 @@ class Sharded(Strategy):
         return made.requires_grad_(False).eval()
 
     def summed(self, parameters: Sequence[Parameter], *, in_place: bool) -> list[Tensor]:
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+        found = []
+        for parameter in parameters:
+            if (gradient := parameter.grad) is not None:
+                if parameter in self._experts and self.shard.num_shards < self.ranks.size:
+                    gradient = self._over_replicas(gradient if in_place else gradient.clone())
+                found.append(gradient)
+        return found
 
     def passes(self, micros: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         own = list(micros)
@@ -216,14 +236,32 @@ class Sharded(Strategy):
 
         The root too is resharded after its forward pass: while gathered, it would miss changes of its weights.
         """
+        ignored = self._spread(module) if self._spreads_experts else None
         for part in precise:
             fully_shard(part, mesh=self._mesh, reshard_after_forward=True)
         for layer in (*layers_of(module), module):
-            fully_shard(layer, mesh=self._mesh, reshard_after_forward=True, mp_policy=self._precision)
+            fully_shard(
+                layer, mesh=self._mesh, reshard_after_forward=True, mp_policy=self._precision, ignored_params=ignored
+            )
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_force_sum_reduction_for_comms(True)
                 part.set_gradient_divide_factor(1.0)
+
+    def _spread(self, module: Module) -> set[Parameter]:
+        """Spread the experts of a module over the ranks that share a copy of it, and return their parameters."""
+        group = self.ranks.group(self.shard.num_shards)
+        made = spread(module, self._mesh, self._placements, group, self._compute_dtype)
+        self._experts |= made
+        return made
+
+    def _over_replicas(self, gradient: Tensor) -> Tensor:
+        """Sum the gradient of experts over the groups of ranks, in place. Within a group it is the sum already."""
+        assert isinstance(gradient, DTensor)
+        shards = self.shard.num_shards
+        group = self.ranks.group(self.ranks.size // shards, stride=shards)
+        distributed.all_reduce(gradient.to_local(), group=group)
+        return gradient
 
 
 def is_sharded(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks) -> bool:
@@ -248,6 +286,7 @@ def strategy_of(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks, co
     packs = (sharded or policy.device.type != "cpu" or shared > 1) and pack(policy)
     if shared > 1:
         check_shared_passes(policy, config.distributed)
+    check_spread_experts(policy, config.distributed, ranks.size)
     context = context_of(ranks, shared)
     if sharded:
         return Sharded(
@@ -257,6 +296,7 @@ def strategy_of(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks, co
             num_shards=config.distributed.num_shards(ranks=ranks.size, num_parameters=num_parameters(policy)),
             packs=packs,
             context=context,
+            spreads_experts=config.distributed.expert_parallel,
         )
     return Strategy(ranks, policy.device, compute_dtype, packs=packs, context=context)
 
@@ -272,6 +312,23 @@ def check_shared_passes(policy: PreTrainedModel, config: DistributedConfig) -> N
     heads = model.num_attention_heads
     if fault := config.fault_of_heads(heads, getattr(model, "num_key_value_heads", None) or heads):
         raise ConfigError(fault)
+
+
+def check_spread_experts(policy: PreTrainedModel, config: DistributedConfig, ranks: int) -> None:
+    """Raise `ConfigError` if so many ranks cannot share the experts of a model, which may be without weights, although
+    `expert_parallel` asks for it. A single rank shares nothing."""
+    held = experts_of(policy)
+    counts = {part.num_experts for part in held} or {num_experts(policy)}
+    for count in sorted(counts):
+        if fault := config.fault_of_experts(count, ranks=ranks, num_parameters=num_parameters(policy)):
+            raise ConfigError(fault)
+    weights = [(part.num_experts, each) for part in held for each in part.parameters(recurse=False)]
+    if config.expert_parallel and ranks > 1 and not (weights and all(len(each) == count for count, each in weights)):
+        raise ConfigError(
+            f"trainer.distributed.expert_parallel: ranks can only share experts that Transformers computes through its "
+            f"ExpertsInterface, and those of a {policy.config.get_text_config().model_type} model are none: set it to "
+            "false"
+        )
 
 
 def compile_layers(model: Module) -> None:
