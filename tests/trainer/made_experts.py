@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from made_samples import VOCABULARY
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import GptOssConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 NUM_EXPERTS = 8
 
@@ -27,6 +27,23 @@ def experts_config() -> Qwen3MoeConfig:
         max_position_embeddings=64,
         tie_word_embeddings=True,
     )
+
+
+EXPERT_MODELS = (
+    experts_config(),
+    GptOssConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+)
+"""The second has biases, and a layout of its own."""
 
 
 def write_experts_model(directory: Path) -> Path:

@@ -6,7 +6,9 @@ As a program this is one rank: `python rank_scenarios.py MODEL_DIR EXPERTS_DIR O
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 import random
 import sys
 import time
@@ -17,20 +19,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from made_experts import EXPERT_MODELS
 from made_roles import AllRoles
 from made_samples import five_groups
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.groups.role import Rank
 from penstock.model.files import has_weights
-from penstock.model.load_policy import hollow_policy, load_policy
+from penstock.model.load_policy import hollow_policy, load_policy, with_original_names
 from penstock.trainer import output_layer
 from penstock.trainer.prepare import prepare
 from penstock.trainer.rank_balancing import Work, split_over_ranks
 from penstock.trainer.ranks import RankLost, Ranks
+from penstock.trainer.strategy import strategy_of
 from penstock.trainer.warm_start import Imitation, warm_start
 
 CPU = torch.device("cpu")
@@ -260,7 +265,42 @@ def multiplied(ranks: Ranks, model_dir: Path, strategy: str) -> dict[str, Any]:
     with Products() as products:
         metrics = train(learner, ranks, steps=1)[-1]
     trained = {parameter.dtype for parameter in learner.learner.model.parameters()}
-    return {"metrics": metrics, "products": products.dtypes, "trained": trained}
+    published = with_original_names(learner.learner.model, learner.named_weights())
+    return {"metrics": metrics, "products": products.dtypes, "trained": trained, "published": set(published)}
+
+
+def crowded(ranks: Ranks) -> dict[str, float]:
+    """Experts of one rank that get all tokens, by architecture and by the function that computes them: the largest
+    difference of results and gradients from those of all experts on one rank, as a share of the largest value."""
+    settings = {"ranks": ranks.size, "distributed": {"strategy": "fsdp", "expert_parallel": True}}
+    found = {}
+    for config, function in itertools.product(EXPERT_MODELS, ("eager", "batched_mm", "grouped_mm")):
+        torch.manual_seed(3)
+        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        plain.set_experts_implementation(function)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.normal_(std=0.3)
+        placed = copy.deepcopy(plain)
+        strategy_of(placed, TrainerConfig.model_validate(settings), ranks, torch.float32).place(placed)
+        hidden = torch.randn(ranks.size, 5, config.hidden_size, requires_grad=True)
+        weights = torch.rand(ranks.size, 5, 2, requires_grad=True)
+        own = [each[ranks.index].detach().clone().requires_grad_() for each in (hidden, weights)]
+        chosen = torch.tensor([[0, 1]]).expand(5, 2)  # of rank 0
+        whole, part = (model.model.layers[0].mlp.experts for model in (plain, placed))
+        expected = torch.stack([whole(hidden[rank], chosen, weights[rank]) for rank in range(ranks.size)])
+        expected.square().sum().backward()
+        mine = part(own[0], chosen, own[1])
+        mine.square().sum().backward()
+        given = [
+            (each.grad, all_of_it.grad[ranks.index]) for each, all_of_it in zip(own, (hidden, weights), strict=True)
+        ]
+        pairs = [(mine, expected[ranks.index]), *given]
+        pairs += [(each.grad.full_tensor(), whole.get_parameter(name).grad) for name, each in part.named_parameters()]
+        found[f"{config.model_type}, {function}"] = max(
+            float(((one - other).abs().max() / other.abs().max()).detach()) for one, other in pairs
+        )
+    return found
 
 
 def saved(ranks: Ranks, model_dir: Path, directory: Path, name: str, strategy: str) -> dict[str, Any]:
@@ -372,6 +412,8 @@ def every_of_experts(ranks: Ranks, experts_dir: Path, out: Path) -> dict[str, Ca
             found[f"{strategy}/resumed/{origin.name}"] = lambda d=origin, s=strategy: resumed(
                 ranks, experts_dir, d, "experts", s
             )
+    if ranks.size == 2:
+        found["crowded"] = lambda: crowded(ranks)
     return found
 
 

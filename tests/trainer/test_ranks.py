@@ -262,6 +262,23 @@ def test_spread_experts_multiply_in_the_dtype_of_the_passes(
             assert found["metrics"][metric] == pytest.approx(expected[metric], rel=0.05, abs=0.01), metric
 
 
+@pytest.mark.parametrize(("size", "strategy"), SPREAD)
+def test_spread_experts_leave_under_the_names_of_published_models(
+    together: Together, experts_dir: Path, out: Path, strategy: str, size: int
+) -> None:
+    expected = set(load_file(experts_dir / "model.safetensors"))
+    first, *others = together[size]
+    assert first[f"{strategy}/multiplied"]["published"] == expected
+    assert not any(other[f"{strategy}/multiplied"]["published"] for other in others)
+    assert set(load_file(out / f"saved_{strategy}_experts_{size}" / "model.safetensors")) == expected
+
+
+def test_a_rank_whose_experts_get_no_token_takes_part_with_any_function(together: Together) -> None:
+    for results in together[2]:
+        assert len(results["crowded"]) == 6
+        assert results["crowded"] == pytest.approx(dict.fromkeys(results["crowded"], 0.0), abs=1e-5)
+
+
 @pytest.mark.parametrize("damage", ["missing", "torn"])
 def test_a_checkpoint_without_one_of_its_shards_is_set_aside(
     together: Together, model_dir: Path, out: Path, tmp_path: Path, damage: str
