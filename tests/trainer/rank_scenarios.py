@@ -400,9 +400,10 @@ def every_of_experts(ranks: Ranks, experts_dir: Path, out: Path) -> dict[str, Ca
             found[f"{strategy}/{name}"] = lambda n=name, s=strategy: scenario(ranks, experts_dir, n, s)
         directory = out / f"saved_{strategy}_experts_{ranks.size}"
         found[f"{strategy}/saved/experts"] = lambda d=directory, s=strategy: saved(ranks, experts_dir, d, "experts", s)
+        if strategy != "ddp":
+            found[f"{strategy}/multiplied"] = lambda s=strategy: multiplied(ranks, experts_dir, s)
         if not strategy.startswith("spread"):
             continue
-        found[f"{strategy}/multiplied"] = lambda s=strategy: multiplied(ranks, experts_dir, s)
         if ranks.size == 2:
             found[f"{strategy}/poisoned"] = lambda s=strategy: poisoned(ranks, experts_dir, s)
             found[f"{strategy}/in_turns/experts"] = lambda s=strategy: scenario(

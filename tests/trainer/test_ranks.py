@@ -250,8 +250,8 @@ def test_spread_experts_give_their_devices_up_between_steps_and_skip_bad_ones(to
         assert results["spread/poisoned"] == {"skipped": 1.0, "same": True}
 
 
-@pytest.mark.parametrize(("size", "strategy"), SPREAD)
-def test_spread_experts_multiply_in_the_dtype_of_the_passes(
+@pytest.mark.parametrize(("size", "strategy"), [(2, "fsdp"), *SPREAD])
+def test_experts_of_shards_multiply_in_the_dtype_of_the_passes(
     alone: Results, together: Together, strategy: str, size: int
 ) -> None:
     expected = alone["ddp/experts"]["metrics"][0]
@@ -262,8 +262,8 @@ def test_spread_experts_multiply_in_the_dtype_of_the_passes(
             assert found["metrics"][metric] == pytest.approx(expected[metric], rel=0.05, abs=0.01), metric
 
 
-@pytest.mark.parametrize(("size", "strategy"), SPREAD)
-def test_spread_experts_leave_under_the_names_of_published_models(
+@pytest.mark.parametrize(("size", "strategy"), [(2, "fsdp"), *SPREAD])
+def test_experts_of_shards_leave_under_the_names_of_published_models(
     together: Together, experts_dir: Path, out: Path, strategy: str, size: int
 ) -> None:
     expected = set(load_file(experts_dir / "model.safetensors"))
