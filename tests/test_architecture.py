@@ -17,6 +17,7 @@ LAYERS = [
     {
         "types",
         "samples",
+        "routed_experts",
         "seeding",
         "version_history",
         "ports",

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from penstock.routed_experts import Record, assembled, joined, unknown
 from penstock.types import (
     NO_VERSION,
     EpisodeId,
@@ -50,6 +51,9 @@ class Segment:
     finish_reason: FinishReason
     top_logprobs: list[list[tuple[float, int]]] | None = None
     """Most likely (log-probability, token) pairs at each position, best first; None unless a client asked for them."""
+    experts: Record | None = field(default=None, compare=False)
+    """Experts of the latest tokens before the segment's last one, [n, width]: those of its own tokens and, as far as
+    they were asked for, of the context before it. None: not recorded."""
 
     @classmethod
     def joined(cls, segments: Sequence[Segment], reason: FinishReason) -> Segment:
@@ -64,13 +68,19 @@ class Segment:
             logprobs=[logprob for segment in segments for logprob in segment.logprobs],
             spans=spans,
             finish_reason=reason,
+            experts=joined([len(segment.token_ids) for segment in segments], [each.experts for each in segments]),
         )
 
     def cut(self, length: int, reason: FinishReason) -> Segment:
         """Return the first `length` tokens as a segment that ended for `reason`."""
         spans = [VersionSpan(version, start, min(end, length)) for version, start, end in self.spans if start < length]
+        kept = 0 if self.experts is None else len(self.experts) - max(len(self.token_ids) - length, 0)
         return Segment(
-            token_ids=self.token_ids[:length], logprobs=self.logprobs[:length], spans=spans, finish_reason=reason
+            token_ids=self.token_ids[:length],
+            logprobs=self.logprobs[:length],
+            spans=spans,
+            finish_reason=reason,
+            experts=self.experts[:kept] if self.experts is not None and kept > 0 else None,
         )
 
 
@@ -121,6 +131,18 @@ class Turn:
         if self.state is not None:
             return self.state
         return xxh3_64_intdigest(np.asarray(self.observation_ids, dtype=np.int32).tobytes())
+
+
+def num_routed(turns: Sequence[Turn]) -> int:
+    """Return the number of leading tokens of a context with recorded experts. `turns`: those of the context."""
+    known = length = 0
+    for turn in turns:
+        length += len(turn.observation_ids)
+        for segment in turn.segments:
+            length += len(segment.token_ids)
+            if segment.experts is not None and length - 1 - len(segment.experts) <= known:
+                known = length - 1
+    return known
 
 
 class Credit(NamedTuple):
@@ -338,7 +360,19 @@ class Trajectory:
             loss_mask=np.asarray(mask, dtype=np.uint8),
             logprobs=np.asarray(logprobs, dtype=np.float32),
             versions=np.asarray(versions, dtype=np.int32),
+            experts=self._experts(path),
         )
+
+    def _experts(self, path: Sequence[int]) -> Record | None:
+        """Return the experts of the tokens of the turns `path`."""
+        pieces, length = list[tuple[int, Record]](), 0
+        for turn in (self.turns[index] for index in path):
+            length += len(turn.observation_ids)
+            for segment in turn.segments:
+                length += len(segment.token_ids)
+                if segment.experts is not None:
+                    pieces.append((length - 1, segment.experts))
+        return assembled(length, pieces)
 
     def _conversation_of(self, first: int) -> int:
         return sum(parent_of(self.turns, index) == ROOT for index in range(first))
@@ -378,6 +412,7 @@ class Sample:
     loss_mask: npt.NDArray[np.uint8]  # [T], 1 on sampled tokens
     logprobs: npt.NDArray[np.float32]  # [T], behaviour log-probabilities, 0 where the mask is 0
     versions: npt.NDArray[np.int32]  # [T], policy_version per sampled token, NO_VERSION where the mask is 0
+    experts: Record | None = None  # [T, width], of each token; None if they are not recorded
 
     def is_continued_by(self, other: Sample) -> bool:
         """Return whether `other` begins with all tokens of this sample."""
@@ -391,7 +426,9 @@ class Sample:
         arrays: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in pieces]) for name in names}
         end, reward = len(arrays["token_ids"]), pieces[-1].reward
         turns = [turn._replace(end=end, reward=reward) for turn in pieces[0].turns]
-        return replace(pieces[-1], turns=turns, **arrays)
+        ends = np.cumsum([len(each.token_ids) for each in pieces]).tolist()
+        experts = [(last, each.experts) for last, each in zip(ends, pieces, strict=True) if each.experts is not None]
+        return replace(pieces[-1], turns=turns, experts=assembled(end, experts), **arrays)
 
     @classmethod
     def overlaid(cls, samples: Sequence[Sample]) -> Sample:
@@ -415,7 +452,7 @@ def _turn(sample: Sample, place: TrainedTurn, *, observed_from: int, parent: int
     trained = sample.loss_mask[place.start : place.end] != 0
     return Turn(
         observation_ids=sample.token_ids[observed_from : place.start].tolist(),
-        segments=[_segment(sample, place.start, place.end)] if place.end > place.start else [],
+        segments=[_segment(sample, place.start, place.end, observed_from)] if place.end > place.start else [],
         parent=parent,
         reward=place.reward,
         state=place.state,
@@ -423,13 +460,16 @@ def _turn(sample: Sample, place: TrainedTurn, *, observed_from: int, parent: int
     )
 
 
-def _segment(sample: Sample, start: int, end: int) -> Segment:
-    """Return the tokens [start, end) of a sample as a segment, with their versions as spans."""
+def _segment(sample: Sample, start: int, end: int, observed_from: int) -> Segment:
+    """Return the tokens [start, end) of a sample as a segment, with their versions as spans, and with the experts from
+    the token before `observed_from` on."""
     versions = sample.versions[start:end]
+    experts = None if sample.experts is None else sample.experts[max(observed_from - 1, 0) : end - 1]
     cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), end - start]
     return Segment(
         token_ids=sample.token_ids[start:end].tolist(),
         logprobs=sample.logprobs[start:end].tolist(),
         spans=[VersionSpan(int(versions[a]), a, b) for a, b in pairwise(cuts)],
         finish_reason="length",
+        experts=None if experts is None or (experts == unknown(experts.dtype)).all() else experts,
     )

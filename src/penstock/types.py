@@ -124,6 +124,9 @@ class Sampling:
     top_k: int = 0
     max_new_tokens: int = 64
     """Most tokens per turn."""
+    routed_from: int | None = None
+    """Position from which on the experts that compute each token are recorded, if the policy has experts. None: none
+    are."""
 
 
 class EpisodeLease(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.own_files import lies_inside, link_outside
+from penstock.routed_experts import Routing
 
 Value = TypeVar("Value")
 COMPANIONS = (
@@ -81,6 +82,16 @@ def max_positions(directory: Path) -> int | None:
         return longest
     original = extension.get("original_max_position_embeddings")
     return max(longest, int((original if isinstance(original, int) else longest) * factor))
+
+
+def routing(directory: Path) -> Routing | None:
+    """Return what the record of a model's routers looks like; None if it has no experts, or does not say."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    num_experts = next((found for name in names if (found := _number(directory, name))), None)
+    names = ("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk")
+    chosen = next((found for name in names if (found := _number(directory, name))), None)
+    layers = _number(directory, "num_hidden_layers")
+    return Routing(num_experts, layers * chosen) if num_experts and chosen and layers else None
 
 
 def attention_heads(directory: Path) -> tuple[int, int] | None:

@@ -14,7 +14,7 @@ import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from penstock.types import UpdateMode
 
@@ -102,7 +102,7 @@ class UnservedFields(Struct, kw_only=True, omit_defaults=True):
 class GenerateBody(UnservedFields, kw_only=True, omit_defaults=True):
     """The request of `/generate`. It has exactly one of `input_ids` and `text`, for one prompt or a batch.
 
-    `return_text` is our extension."""
+    `return_text` and `compact_routed_experts` are our extensions."""
 
     input_ids: list[int | list[int]] | None = None
     text: str | list[str] | None = None
@@ -114,6 +114,12 @@ class GenerateBody(UnservedFields, kw_only=True, omit_defaults=True):
     top_logprobs_num: int | list[int] | None = 0
     return_text_in_logprobs: bool = False
     return_text: bool = True
+    return_routed_experts: bool = False
+    """Whether the reply has the experts that computed each token, if the model has experts."""
+    routed_experts_start_len: int = 0
+    """The first token with experts in the reply. The last token has none: it was not computed."""
+    compact_routed_experts: bool = False
+    """Whether they are sent in the smallest type that holds them, as `routed_experts_dtype` says, and not as int32."""
     stream: bool = False
 
 
@@ -161,6 +167,10 @@ class MetaInfo(Struct, kw_only=True):
     output_token_logprobs: list[LogprobTriple] | None = None
     output_top_logprobs: list[list[LogprobTriple]] | None = None
     cached_tokens: int = 0
+    routed_experts: str | UnsetType = UNSET
+    """Numbers in base64, [num_tokens, layers with experts, k]."""
+    routed_experts_dtype: str | UnsetType = UNSET
+    """int32 if it is not there."""
 
 
 class GenerateReply(Struct, kw_only=True):
@@ -179,6 +189,8 @@ class SampledMeta(Struct, kw_only=True):
     finish_reason: Stop | Length | Abort | None
     weight_versions: list[WeightSpan]
     output_token_logprobs: list[LogprobTriple] | None = None
+    routed_experts: str | None = None
+    routed_experts_dtype: str | None = None
 
 
 class SampledReply(Struct, kw_only=True):

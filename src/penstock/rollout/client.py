@@ -5,20 +5,27 @@ Cancelling `generate` closes its connection. The server then aborts the request.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
 from msgspec import Struct
 
 from penstock.deadline import deadline
 from penstock.rollout import bodies
 from penstock.rollout.request import MAX_TOKEN
 from penstock.rollout.session import HttpSession, RolloutError
+from penstock.routed_experts import Routing, compact, from_wire
 from penstock.samples import Segment, VersionSpan
 from penstock.types import MAX_VERSION, FinishReason, Sampling, SegmentGrant, UpdateMode, WeightsHandle
+
+logger = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"
 """Label of weights that no policy_version describes: another run's, or those of a half-finished update."""
@@ -27,6 +34,8 @@ MIN_LOGPROB, MAX_LOGPROB = -1e4, 1e-3
 """Log-probabilities are at most zero, up to rounding, and those of sampled tokens are not tiny."""
 BYTES_OF_ANSWER, BYTES_PER_TOKEN = 1 << 20, 256
 """Bounds of an answer's size."""
+BYTES_PER_EXPERT = 6
+"""Bound of the size of an expert's number, in base64."""
 PROBE_S = 2.0
 """Timeout for a call that needs no work from the server."""
 ANSWER_S = 6 * 3600.0
@@ -62,6 +71,12 @@ class ServerClient(ABC):
     keys and values."""
     label_path: str
     """Path of the route that reports the label of the served weights."""
+    routing: Routing | None = None
+    """What the policy's routers record. None: it has no experts, or their record is not wanted."""
+    routing_remedy = "this server does not record them"
+    """How to make a server return experts."""
+    _told = False
+    """Whether the log says that the server returns no experts."""
 
     def __init__(self, url: str, session: HttpSession, *, update_mode: UpdateMode | None = None) -> None:
         self.url, self._session = url, session
@@ -127,7 +142,55 @@ class ServerClient(ABC):
     async def _post(self, path: str, body: object = None, *, timeout_s: float | None = None) -> None:
         await self._session.send("POST", self.url, path, body, timeout_s=timeout_s)
 
-    def _segments(self, replies: Sequence[bodies.SampledReply], grants: Sequence[SegmentGrant]) -> list[Segment]:
+    def _routed_from(self, sampling: Sampling) -> int | None:
+        """Return the position from which on the server is asked for experts, or None."""
+        return sampling.routed_from if self.routing is not None else None
+
+    def _answer_bytes(self, num_prompt: int, grants: Sequence[SegmentGrant], sampling: Sampling) -> int:
+        """Return the most bytes that the answers to these grants may have."""
+        most = BYTES_OF_ANSWER + BYTES_PER_TOKEN * sum(grant.max_tokens for grant in grants)
+        if self._routed_from(sampling) is None or self.routing is None:
+            return most
+        num_tokens = sum(num_prompt + grant.max_tokens for grant in grants)
+        return most + BYTES_PER_EXPERT * self.routing.width * num_tokens
+
+    def _with_experts(
+        self, segment: Segment, num_prompt: int, sampling: Sampling, read: Callable[[int], npt.NDArray[Any]] | None
+    ) -> Segment:
+        """Return a segment with the experts that were asked for. `read`: returns the numbers of those of so many
+        tokens, [n, width], and possibly of earlier ones; None if the server has returned none."""
+        start = self._routed_from(sampling)
+        if start is None or self.routing is None or not segment.token_ids:
+            return segment
+        num_tokens = num_prompt + len(segment.token_ids) - 1 - start
+        if num_tokens <= 0:
+            return segment
+        reason = self.routing_remedy
+        if read is not None:
+            try:
+                experts = read(num_tokens)[-num_tokens:]
+            except ValueError as error:
+                reason = f"its reply has {error}"
+            else:
+                if len(experts) == num_tokens and 0 < experts.shape[1] <= self.routing.width:
+                    return replace(segment, experts=compact(experts, self.routing.num_experts))
+                reason = f"its reply has experts of the form {experts.shape}"
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "%s returns no experts of its tokens (%s): the learner's routers choose their own "
+                "(trainer.router_replay)",
+                *(self.url, reason),
+            )
+        return segment
+
+    def _segments(
+        self,
+        replies: Sequence[bodies.SampledReply],
+        num_prompt: int,
+        grants: Sequence[SegmentGrant],
+        sampling: Sampling,
+    ) -> list[Segment]:
         if len(replies) != len(grants):
             raise RolloutError(self.url, f"returned {len(replies)} samples instead of {len(grants)}", 200)
         segments = []
@@ -140,7 +203,11 @@ class ServerClient(ABC):
             if meta.finish_reason is None:
                 raise RolloutError(self.url, "returned an answer that is not finished", 200)
             reason = FINISH_REASONS[type(meta.finish_reason)]
-            segments.append(self._segment(grant, reply.output_ids, logprobs, meta.weight_versions or (), reason))
+            segment = self._segment(grant, reply.output_ids, logprobs, meta.weight_versions or (), reason)
+            read = None
+            if (text := meta.routed_experts) is not None:
+                read = partial(from_wire, text, dtype=meta.routed_experts_dtype or "int32")
+            segments.append(self._with_experts(segment, num_prompt, sampling, read))
         return segments
 
     def _segment(
@@ -203,8 +270,15 @@ class RolloutClient(ServerClient):
         limits = [grant.max_tokens for grant in grants]
         limit = limits[0] if len(set(limits)) == 1 else limits
         params = sampling_body(sampling, n=len(grants), max_new_tokens=limit, sampling_seed=list(seeds))
+        start = self._routed_from(sampling)
         body = bodies.GenerateBody(
-            input_ids=list(prompt_ids), sampling_params=params, return_logprob=True, return_text=False
+            input_ids=list(prompt_ids),
+            sampling_params=params,
+            return_logprob=True,
+            return_text=False,
+            return_routed_experts=start is not None,
+            routed_experts_start_len=start or 0,
+            compact_routed_experts=start is not None,
         )
         kind = bodies.SampledReply | list[bodies.SampledReply]
         reply: Any = await self._session.call(
@@ -214,9 +288,9 @@ class RolloutClient(ServerClient):
             body,
             kind,  # type: ignore[arg-type]
             timeout_s=ANSWER_S,
-            max_bytes=answer_bytes(grants),
+            max_bytes=self._answer_bytes(len(prompt_ids), grants, sampling),
         )
-        return self._segments(reply if isinstance(reply, list) else [reply], grants)
+        return self._segments(reply if isinstance(reply, list) else [reply], len(prompt_ids), grants, sampling)
 
     async def check(self) -> None:
         try:
@@ -262,11 +336,6 @@ class RolloutClient(ServerClient):
 
     async def resume(self) -> None:
         await self._post("/resume_memory_occupation", {})
-
-
-def answer_bytes(grants: Sequence[SegmentGrant]) -> int:
-    """Return the most bytes that the answers to these grants may have."""
-    return BYTES_OF_ANSWER + BYTES_PER_TOKEN * sum(grant.max_tokens for grant in grants)
 
 
 def sampling_body(given: Sampling, **own: Any) -> bodies.SamplingBody:

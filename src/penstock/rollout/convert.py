@@ -16,6 +16,7 @@ from penstock.rollout.generator import Increment, PromptScores
 from penstock.rollout.prompt_text import MAX_BATCH
 from penstock.rollout.request import MAX_STOP_LENGTH, GenerateRequest, SamplingParams
 from penstock.rollout.text import GrowingText, Stops, Tokenizer
+from penstock.routed_experts import to_wire
 from penstock.samples import Segment, VersionSpan, add_spans
 from penstock.seeding import stable_seed
 
@@ -173,6 +174,10 @@ def write_replies(
         if body.return_logprob and segment.top_logprobs is not None:
             meta.output_top_logprobs = [_tops(place, logprob_tokenizer) for place in segment.top_logprobs]
         meta.input_token_logprobs, meta.input_top_logprobs = scores, tops
+        if segment.experts is not None:
+            meta.routed_experts = to_wire(segment.experts, compacted=body.compact_routed_experts)
+            if body.compact_routed_experts:
+                meta.routed_experts_dtype = segment.experts.dtype.name
         replies.append(reply)
     return replies
 
@@ -264,6 +269,7 @@ def _read(body: bodies.GenerateBody, tokenizer: Tokenizer | None) -> PromptReque
             seeds=_seeds(sampling),
             ends=partial(stops.end, tokenizer) if stops.strings and tokenizer is not None else None,
             shown=partial(stops.shown, tokenizer) if tokenizer is not None else None,
+            routed_from=body.routed_experts_start_len if body.return_routed_experts else None,
         )
     return PromptRequest(rid=rid, prompt_ids=ids, request=request, num_samples=sampling.n, stops=stops, body=body)
 

@@ -103,6 +103,8 @@ class GenerateRequest:
     calls it after every token."""
     shown: Callable[[Segment], str] | None = None
     """Function that returns the text of a sample as its client reads it, without what ended it."""
+    routed_from: int | None = None
+    """Position from which on the experts of each token are recorded, if the model has experts. None: none are."""
 
     @property
     def stops(self) -> bool:
@@ -134,6 +136,11 @@ class GenerateRequest:
             raise ContextExceeded(
                 f"{len(self.prompt_ids)} prompt tokens and {max(self.max_new_tokens)} new tokens make {num_tokens}, "
                 f"and this model's maximum context length is {max_context} tokens"
+            )
+        if self.routed_from is not None and not 0 <= self.routed_from <= len(self.prompt_ids):
+            raise ValueError(
+                f"routed_experts_start_len is {self.routed_from}, not a position of the {len(self.prompt_ids)} tokens "
+                "of the prompt"
             )
         check_tokens([*self.params.stop_token_ids, *self.params.logit_bias], vocab_size)
         if self.params.top_logprobs > vocab_size:

@@ -33,6 +33,7 @@ from penstock.rollout.client import BEGIN_S, COMMIT_S, RolloutClient, ServerClie
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.rollout.sglang_client import SGLangClient
 from penstock.rollout.vllm_client import VllmClient
+from penstock.routed_experts import Routing
 from penstock.samples import Segment
 from penstock.types import NO_VERSION, EpisodeId, Sampling, SegmentGrant, UpdateMode, WeightsHandle
 
@@ -79,9 +80,18 @@ ClientCall = Callable[[ServerClient], Coroutine[Any, Any, None]]
 CLIENTS: dict[Engine, type[ServerClient]] = {"penstock": RolloutClient, "sglang": SGLangClient, "vllm": VllmClient}
 
 
-def connect(engine: Engine, url: str, session: HttpSession, update_mode: UpdateMode | None = None) -> ServerClient:
-    """Return the client of one server. With `update_mode` None, the client's default applies."""
-    return CLIENTS[engine](url.rstrip("/"), session, update_mode=update_mode)
+def connect(
+    engine: Engine,
+    url: str,
+    session: HttpSession,
+    update_mode: UpdateMode | None = None,
+    routing: Routing | None = None,
+) -> ServerClient:
+    """Return the client of one server. With `update_mode` None, the client's default applies. `routing`: see
+    `ServerClient`."""
+    client = CLIENTS[engine](url.rstrip("/"), session, update_mode=update_mode)
+    client.routing = routing
+    return client
 
 
 @dataclass(slots=True)
@@ -149,11 +159,13 @@ class Servers:
         claim: str | None = None,
         timeout_s: float = 120.0,
         lost: Callable[[str, str], object] = lambda url, why: None,
+        routing: Routing | None = None,
     ) -> None:
         """`claim`: nonce of the run, for a process that controls its servers. `lost` is called with the URL of a lost
-        server and the reason. With `update_mode` None, the engine client's default applies."""
+        server and the reason. With `update_mode` None, the engine client's default applies. `routing`: what the
+        policy's routers record; None: nothing."""
         self._session = HttpSession(api_key=api_key, claim=claim, timeout_s=timeout_s)
-        self._connect = partial(connect, engine, session=self._session, update_mode=update_mode)
+        self._connect = partial(connect, engine, session=self._session, update_mode=update_mode, routing=routing)
         self._servers = [ServerState(self._connect(url)) for url in urls]
         self._last_server: OrderedDict[EpisodeId, ServerState] = OrderedDict()
         """The last server of each recent episode."""

@@ -17,7 +17,6 @@ from penstock.rollout.client import (
     RESUME_S,
     UNKNOWN,
     ServerClient,
-    answer_bytes,
     sampling_body,
 )
 from penstock.rollout.session import RolloutError
@@ -34,10 +33,12 @@ class SGLangClient(ServerClient):
     """The client of one SGLang server."""
 
     label_path = "/model_info"
+    routing_remedy = "start it with --enable-return-routed-experts"
 
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Segment]:
+        start = self._routed_from(sampling)
         body = bodies.GenerateBody(
             input_ids=[list(prompt_ids) for _ in grants],
             sampling_params=[
@@ -45,12 +46,14 @@ class SGLangClient(ServerClient):
                 for grant, seed in zip(grants, seeds, strict=True)
             ],
             return_logprob=True,
+            return_routed_experts=start is not None,
+            routed_experts_start_len=start or 0,
         )
-        kind = list[bodies.SampledReply]
+        kind, most = list[bodies.SampledReply], self._answer_bytes(len(prompt_ids), grants, sampling)
         replies = await self._session.call(
-            "POST", self.url, "/generate", body, kind, timeout_s=ANSWER_S, max_bytes=answer_bytes(grants)
+            "POST", self.url, "/generate", body, kind, timeout_s=ANSWER_S, max_bytes=most
         )
-        return self._segments(replies, grants)
+        return self._segments(replies, len(prompt_ids), grants, sampling)
 
     async def alive(self) -> None:
         """Call `/model_info`, because SGLang's `/health` generates tokens and fails while paused."""

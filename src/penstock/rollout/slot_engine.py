@@ -13,6 +13,7 @@ Invariants:
   the device, and then `step` fails.
 * An update keeps the KV of running sequences: their later tokens attend to keys of the older weights.
 * Retracted samples lose their KV. When they continue, the weights of that time compute it again.
+* The experts of a token are recorded only for requests that ask for it. Such a step is not replayed as a CUDA graph.
 * A released engine holds no KV memory and no requests. A new request ends with `abort` at once. Weights may be loaded.
 """
 
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from penstock.model.experts import expert_layers, record_of, recording
 from penstock.rollout.admission import Admission, AdmissionQueue
 from penstock.rollout.cuda_graphs import CudaGraphs, records
 from penstock.rollout.generator import ScoredToken
@@ -36,6 +38,7 @@ from penstock.rollout.slot_attention import ATTENTION_NAME
 from penstock.rollout.slot_rows import Rows, RunningRequest, SlotSequence
 from penstock.rollout.slots import SlotCache, regroup
 from penstock.rollout.step_packing import pack
+from penstock.routed_experts import Record
 from penstock.samples import Segment
 from penstock.types import NO_VERSION
 
@@ -75,6 +78,7 @@ class SlotEngine:
         """While False, running samples continue and no new sample is admitted."""
         self._cache = SlotCache(model, num_slots=num_slots, max_context=max_context)
         self._recorded = CudaGraphs(self.model, self._cache, num_rows=num_slots) if records(self._cache) else None
+        self._expert_layers = expert_layers(self.model)
         self._vocab_size = model.get_input_embeddings().num_embeddings
         self._rows = Rows(num_slots)
         self._waiting = AdmissionQueue(num_slots=num_slots, eos_ids=eos_ids(model))
@@ -258,8 +262,17 @@ class SlotEngine:
 
     def _logits(self, num_decode: int, admissions: list[Admission]) -> torch.Tensor:
         """Return the logits [n, vocab], in the order of the rows."""
+        if self._expert_layers and any(sequence.is_routed for sequence in self._rows.sequences):
+            with recording(self._expert_layers) as chosen:
+                logits = self._computed(num_decode, admissions)
+            self._route(record_of(chosen, self._expert_layers[0].num_experts), num_decode, admissions)
+            return logits
         if self._recorded is not None:
             return self._recorded(self._rows, num_decode, admissions)
+        return self._computed(num_decode, admissions)
+
+    def _computed(self, num_decode: int, admissions: list[Admission]) -> torch.Tensor:
+        """Compute the logits without CUDA graphs."""
         packed = pack(self._cache, self._rows, num_decode, admissions)
         logits: torch.Tensor = self.model(
             input_ids=packed.input_ids,
@@ -269,6 +282,18 @@ class SlotEngine:
             attend=packed.batch.attend,
         ).logits[0]
         return logits if packed.rows_of_logits is None else logits.index_select(0, packed.rows_of_logits)
+
+    def _route(self, experts: Record, num_decode: int, admissions: list[Admission]) -> None:
+        """Give the sequences the experts of a step's packed tokens, [T, width]."""
+        rows = self._rows
+        for row, position in enumerate(rows.positions[:num_decode].tolist()):
+            rows.sequences[row].route(position, experts[row : row + 1])
+        start = num_decode
+        for admission in admissions:
+            end = start + len(admission.prompt_ids)
+            for sequence in admission.sequences:
+                sequence.route(0, experts[start:end])
+            start = end
 
     def _add_top_logprobs(self, vocabulary: torch.Tensor) -> None:
         """Add top log-probabilities to the sequences that request them. `vocabulary` [n, vocab] has the

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.rollout.request import GenerateRequest
+from penstock.routed_experts import Record
 from penstock.samples import Segment, VersionSpan
 from penstock.types import FinishReason
 
@@ -62,8 +63,23 @@ class SlotSequence:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[float, int]]] | None = [] if params.top_logprobs else None
+        self._num_routed = running.request.routed_from
+        """Position of the first token whose experts are still to be recorded. None: none are."""
+        self._experts: list[Record] = []
         self._spans: list[VersionSpan] = []
         self._span_start = 0
+
+    @property
+    def is_routed(self) -> bool:
+        """Return whether the experts of its tokens are recorded."""
+        return self._num_routed is not None
+
+    def route(self, first: int, experts: Record) -> None:
+        """Record the experts of the tokens from position `first` on, [n, width]. Of tokens that are computed again the
+        first record stays, since later tokens were sampled with it."""
+        if self._num_routed is not None and first + len(experts) > self._num_routed:
+            self._experts.append(experts[self._num_routed - first :])
+            self._num_routed = first + len(experts)
 
     def append(self, token: int, logprob: float) -> FinishReason | None:
         """Append the next token. Return the finish reason if it was the last token, otherwise None."""
@@ -100,6 +116,7 @@ class SlotSequence:
             spans=self._spans,
             finish_reason=reason,
             top_logprobs=self.top_logprobs,
+            experts=np.concatenate(self._experts) if self._experts else None,
         )
 
 

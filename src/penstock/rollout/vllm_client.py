@@ -10,15 +10,17 @@ with `--logprobs-mode processed_logprobs`. The default mode ignores the temperat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from penstock.rollout import bodies
-from penstock.rollout.client import ANSWER_S, COMMIT_S, RESUME_S, UNKNOWN, ServerClient, answer_bytes
+from penstock.rollout.client import ANSWER_S, COMMIT_S, RESUME_S, UNKNOWN, ServerClient
 from penstock.rollout.generator import all_of
 from penstock.rollout.session import HttpSession, RolloutError
+from penstock.routed_experts import from_npy
 from penstock.samples import Segment
 from penstock.seeding import stable_seed
 from penstock.types import Sampling, SegmentGrant, UpdateMode, WeightsHandle
@@ -53,6 +55,8 @@ class Choice(Struct, kw_only=True):
     token_ids: list[int]
     logprobs: Logprobs | None = None
     weight_versions: list[bodies.WeightSpan] | None = None
+    routed_experts: str | None = None
+    """Of all tokens but the last one, with `--enable-return-routed-experts`."""
 
 
 class Generated(Struct):
@@ -65,6 +69,7 @@ class VllmClient(ServerClient):
     """The client of one vLLM server."""
 
     label_path = "/weight_info"
+    routing_remedy = "start it with --enable-return-routed-experts"
 
     def __init__(self, url: str, session: HttpSession, *, update_mode: UpdateMode | None = None) -> None:
         super().__init__(url, session, update_mode=update_mode)
@@ -73,6 +78,8 @@ class VllmClient(ServerClient):
 
         So vLLM does not reuse prompts that other weights cached. Requests between an update and the first answer
         with the new version are an exception."""
+        self._returns_experts = False
+        """Whether an answer had experts. Then the server also knows the setting that leaves out earlier ones."""
 
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
@@ -99,8 +106,11 @@ class VllmClient(ServerClient):
         }
         if self._salt:
             body["cache_salt"] = self._salt
+        if self._returns_experts and (start := self._routed_from(sampling)):
+            body["sampling_params"]["routed_experts_prompt_start"] = start
+        most = self._answer_bytes(len(prompt_ids), [grant], sampling)
         reply = await self._session.call(
-            "POST", self.url, GENERATE, body, Generated, timeout_s=ANSWER_S, max_bytes=answer_bytes([grant])
+            "POST", self.url, GENERATE, body, Generated, timeout_s=ANSWER_S, max_bytes=most
         )
         if len(reply.choices) != 1:
             raise RolloutError(self.url, f"returned {len(reply.choices)} samples instead of 1", 200)
@@ -110,7 +120,10 @@ class VllmClient(ServerClient):
         segment = self._segment(grant, choice.token_ids, logprobs, spans, choice.finish_reason)
         if spans:
             self._salt = spans[-1].version
-        return segment
+        text = choice.routed_experts
+        self._returns_experts |= text is not None
+        read = None if text is None else partial(from_npy, text)
+        return self._with_experts(segment, len(prompt_ids), sampling, read)
 
     async def check(self) -> None:
         """Check that the server has the needed endpoints. Raises RolloutError that names the missing start option."""

@@ -1,7 +1,10 @@
 """Payload records: the token arrays of a group in one checksummed, append-only record.
 
     record = magic "PENS" | u32 header length | header (msgpack) | int32 token_ids | uint8 loss_mask | float32 logprobs
-             | int32 versions, each array holding all samples of the group back to back and starting on 8 bytes
+             | int32 versions | experts, each array holding all samples of the group back to back and starting on 8
+             bytes
+
+Experts are recorded for policies that have some: of each such sample, its rows one after the other.
 
 A worker writes only its own segment files. Readers map the files, so the page cache is the shared memory.
 """
@@ -15,11 +18,11 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 import numpy as np
@@ -27,6 +30,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from penstock.deadline import deadline
+from penstock.routed_experts import Record
 from penstock.samples import Credit, Sample, TrainedTurn
 from penstock.types import PayloadRef
 
@@ -38,6 +42,7 @@ _COLUMNS: tuple[tuple[str, type[np.generic]], ...] = (
     ("logprobs", np.float32),
     ("versions", np.int32),
 )
+ExpertsType = Literal["uint8", "uint16"]
 _ALIGNMENT = 8
 _NAME = re.compile(r"(?P<worker>[A-Za-z0-9][A-Za-z0-9._-]{0,127})-\d{5,}\.seg")
 _LIFE = re.compile(r"-[0-9a-f]{8}")
@@ -71,8 +76,15 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     turns: list[TrainedTurn] = []  # msgspec copies an empty default
 
 
+class _RoutedHeader(_Header, frozen=True, array_like=True):
+    """Of a sample whose experts are recorded; others have one entry less."""
+
+    experts: tuple[int, ExpertsType] | None = None
+    """Width and type of the record."""
+
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[_Header])
+_decoder = msgspec.msgpack.Decoder(list[_RoutedHeader])
 
 
 def check_ref(ref: PayloadRef, *, worker: str | None = None) -> None:
@@ -104,26 +116,13 @@ def encode(samples: Sequence[Sample], buffer: bytearray) -> memoryview:
     The record is the beginning of `buffer`, which grows if necessary, or has its own memory if it is large. New memory
     costs as much time as the copy.
     """
-    headers = [
-        _Header(
-            s.group,
-            s.episode,
-            s.reward,
-            s.truncated,
-            len(s.token_ids),
-            s.temperature,
-            s.conversation,
-            s.credit,
-            list(s.turns),
-        )
-        for s in samples
-    ]
-    header = _encoder.encode(headers)
+    header = _encoder.encode([_header(s) for s in samples])
     num_tokens = sum(len(s.token_ids) for s in samples)
     starts = [_aligned(_PREFIX.size + len(header))]
     for _, dtype in _COLUMNS:
         starts.append(_aligned(starts[-1] + num_tokens * np.dtype(dtype).itemsize))
-    size = starts[-1]
+    records = [s.experts for s in samples if s.experts is not None]
+    size = _aligned(starts[-1] + sum(record.nbytes for record in records))
     if size <= MAX_KEPT_BYTES:
         buffer.extend(bytes(max(size - len(buffer), 0)))
     record = memoryview(buffer if size <= MAX_KEPT_BYTES else bytearray(size))[:size]
@@ -134,8 +133,23 @@ def encode(samples: Sequence[Sample], buffer: bytearray) -> memoryview:
         column = np.frombuffer(record, dtype=dtype, count=num_tokens, offset=start)
         np.concatenate([getattr(s, name) for s in samples], out=column, casting="unsafe")
         end = start + column.nbytes
+    if records:
+        record[end : starts[-1]] = bytes(starts[-1] - end)
+        end = starts[-1]
+    for experts in records:
+        record[end : end + experts.nbytes] = experts.tobytes()
+        end += experts.nbytes
     record[end:] = bytes(size - end)
     return record
+
+
+def _header(s: Sample) -> _Header:
+    common = s.group, s.episode, s.reward, s.truncated, len(s.token_ids)
+    further = s.temperature, s.conversation, s.credit, list(s.turns)
+    if s.experts is None:
+        return _Header(*common, *further)
+    kind: Any = s.experts.dtype.name
+    return _RoutedHeader(*common, *further, (s.experts.shape[1], kind))
 
 
 def decode(record: memoryview) -> list[Sample]:
@@ -162,6 +176,7 @@ def _decode(record: memoryview) -> list[Sample]:
         columns.append(np.frombuffer(record, dtype=dtype, count=bounds[-1], offset=offset))
         offset = _aligned(offset + columns[-1].nbytes)
     token_ids, loss_mask, logprobs, versions = columns
+    experts = _experts(record, offset, headers)
     return [
         Sample(
             group=h.group,
@@ -176,9 +191,22 @@ def _decode(record: memoryview) -> list[Sample]:
             loss_mask=loss_mask[start:end],
             logprobs=logprobs[start:end],
             versions=versions[start:end],
+            experts=own,
         )
-        for h, (start, end) in zip(headers, pairwise(bounds), strict=True)
+        for h, (start, end), own in zip(headers, pairwise(bounds), experts, strict=True)
     ]
+
+
+def _experts(record: memoryview, offset: int, headers: Sequence[_RoutedHeader]) -> Iterator[Record | None]:
+    """Yield the experts of each sample. They begin at `offset`."""
+    for header in headers:
+        if header.experts is None:
+            yield None
+            continue
+        width, kind = header.experts
+        found = np.frombuffer(record, dtype=kind, count=header.num_tokens * width, offset=offset)
+        offset += found.nbytes
+        yield found.reshape(header.num_tokens, width)
 
 
 def _are_in_order(turns: Sequence[TrainedTurn], num_tokens: int) -> bool:

@@ -32,6 +32,8 @@ PASS_COST_TOKENS = 192
 PASSES = "passes"
 """Column of a batch with the number of the pass to which each sample was assigned, for ranks that make their passes
 together."""
+EXPERTS = "experts"
+"""Column of a batch with the recorded experts of each sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class TokenTable:
     prefix_ids: Ints  # [n], equal for samples with equal prefixes
     temperatures: npt.NDArray[np.float32] | None = None  # [n], of sampling; None if all are 1
     passes: Ints | None = None  # [n], the number of the pass to which each sample was assigned, if it was
+    experts: npt.NDArray[np.int16] | None = None  # [S, layers, k], recorded, -1 where none are; None without a record
 
     @classmethod
     def build(
@@ -54,10 +57,11 @@ class TokenTable:
         trained: npt.NDArray[np.bool_],
         temperatures: npt.NDArray[np.float32] | None = None,
         passes: Ints | None = None,
+        experts: npt.NDArray[np.int16] | None = None,
     ) -> TokenTable:
         """Build the table from one array of ids per sample, and the loss mask over all tokens, [S].
 
-        The first token of a sample carries no loss.
+        The first token of a sample carries no loss. Prefixes with different experts are different.
         """
         flat = flatten(token_ids, np.int64)
         lengths = np.asarray([np.size(ids) for ids in token_ids], dtype=np.int64)
@@ -70,10 +74,13 @@ class TokenTable:
         np.maximum.at(widths, sample, column)
         np.minimum.at(first, sample, column)
         prefix_widths = np.where(widths > 0, first - 1, 0)
-        prefixes = [flat[s : s + w].tobytes() for s, w in zip(starts.tolist(), prefix_widths.tolist(), strict=True)]
+        places = [slice(s, s + w) for s, w in zip(starts.tolist(), prefix_widths.tolist(), strict=True)]
+        prefixes = [flat[place].tobytes() for place in places]
+        if experts is not None:
+            prefixes = [ids + experts[place].tobytes() for ids, place in zip(prefixes, places, strict=True)]
         number = {prefix: i for i, prefix in enumerate(dict.fromkeys(prefixes))}
         prefix_ids = np.asarray([number[prefix] for prefix in prefixes], dtype=np.int64)
-        return cls(flat, trained, starts, widths, prefix_widths, prefix_ids, temperatures, passes)
+        return cls(flat, trained, starts, widths, prefix_widths, prefix_ids, temperatures, passes, experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +114,8 @@ class MicroBatch:
     """Of the samples, if they are packed."""
     counts: tuple[int, ...] = ()
     """Trained tokens of each rank that shares the row."""
+    prefix_experts: Tensor | None = None  # [P * K, layers, k], recorded experts of the tokens, -1 where none are
+    experts: Tensor | None = None  # [R * L, layers, k]
 
     def of_all_tokens(self, values: Tensor) -> Tensor:
         """Return the values of all trained tokens, [N, ...], from those that this rank has computed."""
@@ -308,11 +317,12 @@ def _packed(table: TokenTable, bucket: Bucket, device: torch.device, context: Co
     places = np.repeat(table.starts[samples], lengths) + positions
     columns = np.flatnonzero(table.trained[places + 1])
     tokens, of_tokens = places[columns] + 1, np.repeat(samples, lengths)[columns]
-    inputs, counts = table.token_ids[places], (len(columns),)
+    inputs, counts, real = table.token_ids[places], (len(columns),), np.ones(len(places), dtype=np.bool_)
     run, own = slice(None), slice(None)  # this rank's tokens, and its trained ones
     if context is not None:
         if rest := -len(inputs) % context.size:  # more tokens, as a sample without trained tokens
             inputs, positions = np.pad(inputs, (0, rest)), np.concatenate((positions, np.arange(rest)))
+            places, real = np.pad(places, (0, rest)), np.pad(real, (0, rest))
             lengths, ends = np.append(lengths, rest), np.append(ends, ends[-1] + rest)
         width = len(inputs) // context.size
         run = slice(context.index * width, (context.index + 1) * width)
@@ -338,6 +348,7 @@ def _packed(table: TokenTable, bucket: Bucket, device: torch.device, context: Co
             context=context,
         ),
         counts=counts,
+        experts=_experts(table, places[run], real[run], device),
     )
 
 
@@ -361,7 +372,16 @@ def _padded(table: TokenTable, bucket: Bucket, device: torch.device) -> MicroBat
         tokens=grid[rows, targets],
         samples=samples[rows],
         temperature=_temperature(table, samples, samples[rows], device),
+        prefix_experts=_experts(table, prefix_grid, prefix_real, device),
+        experts=_experts(table, grid[:, :-1], real[:, :-1], device),
     )
+
+
+def _experts(table: TokenTable, places: Ints, real: npt.NDArray[np.bool_], device: torch.device) -> Tensor | None:
+    """Return the recorded experts of the tokens at `places` of the table, row by row; -1 where they are not `real`."""
+    if table.experts is None:
+        return None
+    return on_device(np.where(real.reshape(-1, 1, 1), table.experts[places.reshape(-1)], np.int16(-1)), device)
 
 
 def _temperature(table: TokenTable, samples: Ints, of_tokens: Ints, device: torch.device) -> float | Tensor:

@@ -14,13 +14,16 @@ import numpy as np
 
 from penstock.config.trainer_settings import AdvantagesConfig
 from penstock.groups.batch import Batch
+from penstock.routed_experts import Record
 from penstock.samples import Sample
 from penstock.trainer.advantages import advantages, token_rewards
 from penstock.trainer.noise import first_half
+from penstock.trainer.packing import EXPERTS
 from penstock.version_history import Ints
 
 PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "versions")
 """Columns of a sample with one value per token."""
+NOT_RECORDED = np.zeros(0, dtype=np.uint8)
 LARGEST_REWARD = 1e12
 """Largest absolute reward of an episode: the sum over a million turns of the largest reward that a turn may have.
 Squares of such rewards are finite in float32."""
@@ -45,9 +48,10 @@ def prepare(
     A dropped sample does not count in its group's mean either. Samples longer than `max_context` tokens are dropped,
     and so are samples with a token beyond `vocab_size`. `advantages` has one number for each sample, or one array with
     those of its tokens. `for_critic` adds the column `token_rewards`. The column `early` marks the samples of the first
-    groups, about half of all samples: the smaller batch for the gradient noise scale. `renumbered` returns new numbers
-    for versions: the version being trained minus such a number is the staleness of the token
-    (`VersionHistory.renumbered`).
+    groups, about half of all samples: the smaller batch for the gradient noise scale. If experts are recorded, the
+    column `experts` has the rows of a sample one after the other, or nothing for a sample without a record.
+    `renumbered` returns new numbers for versions: the version being trained minus such a number is the staleness of the
+    token (`VersionHistory.renumbered`).
     """
     reasons = [_unusable(sample, max_context, vocab_size) for sample in samples]
     kept = [sample for sample, reason in zip(samples, reasons, strict=True) if reason is None]
@@ -64,10 +68,18 @@ def prepare(
         },
         values=values
         | ({"token_rewards": token_rewards(kept, dropped)} if for_critic else {})
+        | ({EXPERTS: _flat_experts(kept)} if any(sample.experts is not None for sample in kept) else {})
         | {name: [getattr(sample, name) for sample in kept] for name in PER_TOKEN}
         | {"versions": [renumbered(sample.versions) for sample in kept]},
     )
     return batch, dict(Counter(reason for reason in reasons if reason is not None))
+
+
+def _flat_experts(samples: Sequence[Sample]) -> list[Record]:
+    """Return the rows of each sample's experts one after the other, all of one type: batches send those as they are."""
+    found = [sample.experts for sample in samples]
+    dtype = next(each.dtype for each in found if each is not None)
+    return [NOT_RECORDED.astype(dtype) if each is None or each.dtype != dtype else each.reshape(-1) for each in found]
 
 
 def _unusable(sample: Sample, max_context: int | None, vocab_size: int | None) -> str | None:
@@ -81,6 +93,8 @@ def _unusable(sample: Sample, max_context: int | None, vocab_size: int | None) -
         return "huge_reward"
     length = len(sample.token_ids)
     if any(len(array) != length for array in (sample.loss_mask, sample.logprobs, sample.versions)):
+        return "mismatched_lengths"
+    if sample.experts is not None and len(sample.experts) != length:
         return "mismatched_lengths"
     if max_context is not None and length > max_context:
         return "too_long"
