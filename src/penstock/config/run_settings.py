@@ -215,6 +215,11 @@ class Config(Section):
         return self.pipeline == "train" or (self.pipeline == "eval" and given)
 
     @property
+    def replays_routers(self) -> bool:
+        """Return whether the learner repeats the choices of the servers' routers, if the policy has experts."""
+        return self.pipeline == "train" and self.trainer.router_replay
+
+    @property
     def num_ranks(self) -> int:
         """Return the number of ranks of the trainer's actor. A trainer that only publishes weights has one rank."""
         return self.trainer.ranks if self.pipeline == "train" else 1

@@ -308,6 +308,12 @@ class TrainerConfig(Section):
     compile: bool = False
     """Compile the layers of the trainer's models, for any number of tokens. A layer then has a third of the kernels,
     which pays on accelerators where kernels are short. The first passes take a minute or more."""
+    router_replay: bool = True
+    """For a policy with experts: compute each token with the experts with which the servers computed it (R3, arXiv
+    2510.11370). Else near-ties of a router fall differently in engine and trainer, and their log-probabilities differ.
+    The servers record the experts, one byte for each expert of a token (two from 256 experts on): 384 bytes per token
+    with 48 layers and 8 experts of a token. Our engine then makes no use of CUDA graphs, and `compile` leaves out the
+    layers' experts."""
     ranks: int = Field(1, ge=1)
     """Number of trainer processes that share every optimizer step."""
     split: list[Literal["critic", "reference"]] = Field(default_factory=list)

@@ -27,7 +27,7 @@ from penstock.envs.rewards.scorer import Scorer
 from penstock.envs.stopwatch import Stopwatch
 from penstock.envs.worker_calls import MAX_INFO_MEMORY, memory_of, plain
 from penstock.ports.environment import TaskError
-from penstock.samples import Credit, Segment, Trajectory, Turn, path_to
+from penstock.samples import Credit, Segment, Trajectory, Turn, num_routed, path_to
 from penstock.scheduler.segments import AnswerState, SegmentPolicy
 from penstock.seeding import nth_seed
 from penstock.sendable import sendable
@@ -64,6 +64,17 @@ class OpenTurn:
     num_tokens: int = 0
     """Number of tokens generated so far."""
     spent: Stopwatch = field(default_factory=Stopwatch)
+
+    @property
+    def sampling(self) -> Sampling:
+        """Return how the next segment is sampled. The experts of tokens that are not known yet are recorded, if they
+        will be replayed."""
+        episode = self.episode
+        if not episode.records_experts:
+            return episode.sampling
+        after = len(episode.turns) - 1 if self.turn.parent is None else self.turn.parent
+        turns = [episode.turns[index] for index in path_to(episode.turns, after)]
+        return replace(episode.sampling, routed_from=num_routed([*turns, self.turn]))
 
     @property
     def num_segments(self) -> int:
@@ -139,6 +150,8 @@ class Episode:
     scorer: Scorer | None = None
     """Computes the reward. None: the environment gives it."""
     sampling: Sampling
+    records_experts: bool = False
+    """Whether the experts of its tokens are recorded, if the policy has some."""
     bounds: SegmentPolicy
     on_end: Callable[[Episode], None]
     started_at: float = field(default_factory=time.time)

@@ -176,6 +176,7 @@ class EnvManager:
                 settings=settings,
                 scorer=scorer,
                 sampling=work.sampling,
+                records_experts=self._config.replays_routers and work.task.purpose == "train",
                 bounds=bounds,
                 on_end=partial(self._submit, ended),
                 wanted=self._wanted,
@@ -325,7 +326,7 @@ class EnvManager:
                     segments = await self._policy.generate(
                         prompt_ids,
                         [turn.within_budget(turn.episode.grant) for turn in turns],
-                        episodes[0].sampling,
+                        turns[0].sampling,
                         [turn.sampling_seed for turn in turns],
                     )
         async with asyncio.TaskGroup() as tasks:
@@ -473,5 +474,5 @@ class EnvManager:
         seeds = [turn.sampling_seed]  # the engine mixes in the position: a cut does not change the samples
         with episode.answering:
             async with spending([episode], turn, **ANSWER):
-                (segment,) = await self._policy.generate(turn.context, grants, episode.sampling, seeds)
+                (segment,) = await self._policy.generate(turn.context, grants, turn.sampling, seeds)
         return segment

@@ -23,6 +23,7 @@ from penstock.envs.manager import EnvManager
 from penstock.envs.registry import is_agent, managers_of, means, playable, resolve
 from penstock.envs.rewards.scorer import Scorers
 from penstock.model.chat import ChatTokenizer
+from penstock.model.files import routing
 from penstock.ports.environment import Environment
 from penstock.processes.env_worker import Worker
 from penstock.processes.layout import model_dir
@@ -80,7 +81,8 @@ async def play(
         gateway_for_agents(config, kinds.values(), chat) as gateway,
         asyncio.TaskGroup() as tasks,
     ):
-        worker = Worker(config, child.name, pool_of_worker(child), tasks)
+        recorded = routing(model_dir(config, child.run_dir)) if config.replays_routers else None
+        worker = Worker(config, child.name, pool_of_worker(child), tasks, routing=recorded)
         manager = EnvManager(
             config,
             make=make,

@@ -22,6 +22,7 @@ from penstock.processes.group_progress import GroupProgress
 from penstock.processes.partial_rollouts import PartialRollouts
 from penstock.processes.pool_access import WorkerPool
 from penstock.rollout.servers import Servers
+from penstock.routed_experts import Routing
 from penstock.samples import Trajectory
 from penstock.supervisor.child import Child
 from penstock.types import EpisodeId, EpisodeSummary, GroupAttempt, PayloadRef, SegmentGrant
@@ -39,11 +40,25 @@ class Worker(Member):
     """Turns bus messages into completed groups. An error in an environment never ends the process; an error in this
     class does."""
 
-    def __init__(self, config: Config, name: str, pool: WorkerPool, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        pool: WorkerPool,
+        tasks: asyncio.TaskGroup,
+        *,
+        routing: Routing | None = None,
+    ) -> None:
+        """`routing`: what the policy's routers record for the learner; None: nothing."""
         self._config, self._name = config, name
         rollout = config.rollout
-        # The controller sends the URLs.
-        self.servers = Servers([], engine=rollout.engine, api_key=rollout.api_key, timeout_s=rollout.request_timeout_s)
+        self.servers = Servers(
+            [],  # the controller sends the URLs
+            engine=rollout.engine,
+            api_key=rollout.api_key,
+            timeout_s=rollout.request_timeout_s,
+            routing=routing,
+        )
         self._writer, self._saved = pool.writer, PartialRollouts(config, pool)
         self._controllers_host = ""
         self._reading = asyncio.Lock()

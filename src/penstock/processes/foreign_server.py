@@ -27,6 +27,7 @@ from starlette.responses import Response
 from penstock.config import Config
 from penstock.config.secret_settings import VARIABLES
 from penstock.deadline import Stalled, alongside, deadline, first, warn_if_stalled
+from penstock.model.files import routing
 from penstock.observe.log_lines import Paced
 from penstock.ports.observer import BusySpan
 from penstock.processes.bus_client import Member, Telemetry, membership
@@ -238,6 +239,8 @@ def command(child: Child, config: Config, place: Place, own_key: str | None) -> 
         words += ["--model-path", model, "--context-length", str(config.model.max_context)]
         words += ["--max-running-requests", str(rollout.slots), "--enable-metrics"]
         words += ["--config", str(_key_file(child, own_key))]
+    if config.replays_routers and routing(Path(model)) is not None:
+        words.append("--enable-return-routed-experts")
     return [*words, *rollout.args]
 
 

@@ -18,6 +18,7 @@ from penstock.trainer import packed_attention
 from penstock.trainer.experts import num_active
 from penstock.trainer.output_layer import OutputLayer, gathered, needs_chunks
 from penstock.trainer.packing import PASS_COST_TOKENS, MicroBatch
+from penstock.trainer.router_replay import force
 
 LAUNCH_FLOPS = 50 * 10**12
 """Compute of an accelerator during the time that it takes to launch the kernels of a forward and a backward pass: 170
@@ -134,11 +135,13 @@ def _in_chunks(model: PreTrainedModel, layer: OutputLayer, micro: MicroBatch) ->
 
 
 def _inputs(model: PreTrainedModel, micro: MicroBatch) -> dict[str, Any]:
-    """Return the model's arguments for a micro-batch."""
+    """Return the model's arguments for a micro-batch, whose recorded experts are then in force."""
     if micro.boundaries is not None:
         packed_attention.check_packs(model.config)
+        force(model, micro.experts)
         return {"input_ids": micro.inputs, **packed_attention.arguments(micro.boundaries)}
     prefix = _prefix(model, micro) if micro.prefixes.shape[1] else {"use_cache": False}
+    force(model, micro.experts)
     return {"input_ids": micro.inputs, **prefix}
 
 
@@ -154,6 +157,7 @@ def _prefix(model: PreTrainedModel, micro: MicroBatch) -> dict[str, Any]:
     the cache, summed over the rows that share a prefix.
     """
     cache = DynamicCache(config=model.config)
+    force(model, micro.prefix_experts)
     model(input_ids=micro.prefixes, past_key_values=cache, use_cache=True, logits_to_keep=1)
     cache.batch_select_indices(micro.prefix_rows)
     widths = micro.prefix_widths[:, None]

@@ -65,6 +65,7 @@ from penstock.trainer.optimizer import adamw, load_optimizer, take_step
 from penstock.trainer.packing import MicroBatch, flatten, on_device, per_sample
 from penstock.trainer.rank_balancing import Work, attention_per_token
 from penstock.trainer.ranks import Ranks
+from penstock.trainer.router_replay import replay_of
 from penstock.trainer.shards import joined, load_parameters, read_state, whole
 from penstock.trainer.statistics import StepStatistics
 from penstock.types import LearnerState
@@ -89,6 +90,8 @@ class NothingLearnt(HopelessError):
 
 class Learner(ModelRole):
     """One rank's learner. It owns the model's gradients and the optimizer."""
+
+    replays_routers = True
 
     def __init__(
         self,
@@ -134,6 +137,9 @@ class Learner(ModelRole):
         if config.lora is not None:
             attach(model, config.lora, self._compute_dtype)
         self._strategy.place(model)
+        self._replay = replay_of(model)
+        if self._replay is not None:
+            self._replay.check(self._autocast)
         self._criterion = Criterion(
             model,
             config,
@@ -201,7 +207,7 @@ class Learner(ModelRole):
         masks = self._masks(batch, self.policy_version)
         compared = self._criterion.compared_version(self.policy_version)
         comparable = masks.sampled & _leading(batch["versions"], masks.sampled & (masks.versions != compared))
-        table = self._table(batch, masks.in_loss)
+        table = self._table(batch, masks.in_loss, self._replay.records(batch) if self._replay is not None else None)
         columns: dict[str, npt.NDArray[Any]] = {  # the criterion's inputs for every token, each [S]
             "behaviour": flatten(batch["logprobs"], np.float32),
             "advantages": _of_tokens(batch["advantages"], batch["token_ids"]),

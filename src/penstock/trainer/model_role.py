@@ -23,6 +23,7 @@ from penstock.ticks import tick
 from penstock.trainer.forward import pass_cost, recompute_activations, shares_prefixes
 from penstock.trainer.packing import PASSES, Ints, MicroBatch, TokenTable, flatten, micro_batches, per_sample
 from penstock.trainer.ranks import Ranks
+from penstock.trainer.router_replay import install
 from penstock.trainer.saving import Saving
 from penstock.trainer.shards import write_state
 from penstock.trainer.strategy import Strategy, compile_layers, strategy_of
@@ -84,6 +85,8 @@ class ModelRole(ABC):
 
     is_trained = True
     """Whether gradients flow through the model."""
+    replays_routers = False
+    """Whether tokens are computed with their recorded experts."""
     shares_prefixes = True
     """Whether a prompt is computed once for all samples that share it, if model and strategy allow it."""
     _optimizers: Sequence[Optimizer] = ()
@@ -105,6 +108,8 @@ class ModelRole(ABC):
         """
         if self.is_trained and config.activation_checkpointing:
             recompute_activations(model, offload="activations" in config.offload)
+        if self.replays_routers and config.router_replay:
+            install(model)
         self._config, self._ranks, self._compute_dtype = config, ranks or Ranks(), compute_dtype
         self._strategy = strategy_of(model, config, self._ranks, compute_dtype)
         self._device = self._strategy.device
@@ -184,10 +189,11 @@ class ModelRole(ABC):
         if self._saving is not None:
             self._saving.await_copy()
 
-    def _table(self, batch: Batch, trained: Bools) -> TokenTable:
-        """Return the tokens of a batch from `prepare`, or of a rank's part of it. `trained`: see `TokenTable.build`."""
+    def _table(self, batch: Batch, trained: Bools, experts: npt.NDArray[np.int16] | None = None) -> TokenTable:
+        """Return the tokens of a batch from `prepare`, or of a rank's part of it. `trained`, `experts`: see
+        `TokenTable`."""
         passes = batch[PASSES] if PASSES in batch.names else None
-        return TokenTable.build(batch["token_ids"], trained, batch["temperatures"], passes)
+        return TokenTable.build(batch["token_ids"], trained, batch["temperatures"], passes, experts)
 
     @abstractmethod
     def _modules(self) -> Sequence[Module]:
