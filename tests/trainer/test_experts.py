@@ -18,10 +18,10 @@ from transformers import GptOssConfig, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from penstock.config import Config, ConfigError, TrainerConfig
 from penstock.groups.role import Rank
+from penstock.model.experts import num_active
 from penstock.model.load_policy import hollow_policy, load_policy, with_original_names
 from penstock.processes.trainer_rank import Actor
 from penstock.samples import Sample
-from penstock.trainer.experts import num_active
 from penstock.trainer.learner import Learner
 from penstock.trainer.memory import learner_bytes, sizes
 from penstock.trainer.rank_balancing import attention_per_token

@@ -1,4 +1,5 @@
-"""The layers of a model that have experts, and the experts that their routers choose.
+"""The experts of a model (mixture of experts): its layers that have them, the ones that routers choose, and how many
+parameters compute a token.
 
 Every such layer of Transformers calls its experts as `experts(hidden_states, chosen, weights)`. So this knows no
 architecture, but the names of the second argument.
@@ -16,11 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from transformers import PreTrainedModel
 
+from penstock.model.files import NUM_EXPERTS
 from penstock.routed_experts import Record, dtype_of
 
 CHOSEN = ("top_k_index", "router_indices")
 """Names of the second argument of experts: the numbers of the chosen ones, [num_tokens, k]."""
+
+PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+"""Names that architectures give the number of experts that compute a token."""
+OF_INTERFACE = {"num_experts", "has_gate", "is_transposed"}
+"""Attributes of a module whose experts Transformers computes through its `ExpertsInterface`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +74,32 @@ def record_of(chosen: list[Tensor], num_experts: int) -> Record:
     """Return what `recording` has found in one pass as a record."""
     rows = torch.stack(chosen, dim=1).flatten(1)
     return rows.cpu().numpy().astype(dtype_of(num_experts))
+
+
+def experts_of(model: Module) -> list[Any]:
+    """Return the parts of a model that hold all experts of a layer, one tensor [num_experts, ...] for each weight, and
+    that Transformers computes through its `ExpertsInterface`."""
+    return [part for part in model.modules() if vars(part).keys() >= OF_INTERFACE]
+
+
+def num_experts(model: PreTrainedModel) -> int:
+    """Return the number of experts of a layer, as the model's configuration says. 0 if it has none."""
+    config = model.config.get_text_config()
+    return next((int(found) for name in NUM_EXPERTS if (found := getattr(config, name, None))), 0)
+
+
+def per_token(model: PreTrainedModel) -> int:
+    """Return the number of experts of a layer that compute a token, as the model's configuration says. If it says
+    nothing, that is all of them."""
+    config = model.config.get_text_config()
+    named = (getattr(config, name, None) for name in PER_TOKEN)
+    return next((found for found in named if isinstance(found, int) and found), num_experts(model))
+
+
+def num_active(model: PreTrainedModel) -> int:
+    """Return the number of parameters that compute a token: all but those of experts that it is not sent to."""
+    idle = 0
+    for part in experts_of(model):
+        held = sum(parameter.numel() for parameter in part.parameters(recurse=False))
+        idle += held * max(part.num_experts - per_token(model), 0) // part.num_experts
+    return sum(parameter.numel() for parameter in model.parameters()) - idle

@@ -18,7 +18,7 @@ from penstock.trainer.losses.objective import OBJECTIVES, Tokens
 from penstock.trainer.losses.parts import kl_k3, mastered, ratio, sequence_ratio, shares
 from penstock.trainer.packing import MicroBatch
 from penstock.trainer.policy_copy import AwaitCopy, Exchange, ParityCopy, PolicyCopy, snapshot_of
-from penstock.trainer.router_replay import kept
+from penstock.trainer.router_replay import restoring
 from penstock.trainer.strategy import Strategy
 
 SAMPLE_WEIGHT_CAP = 2.0
@@ -106,7 +106,7 @@ class Criterion:
         if config.mastered is not None:
             is_mastered = mastered(logprobs, entropy, advantages, samples, config.mastered)
         if config.kl_coef and self._has_adapters:
-            with without_adapters(self._model), kept(self._model):
+            with without_adapters(self._model), restoring(self._model):
                 reference = self._evaluated(self._model, replace(micro, prefix_experts=None, experts=None))
         if reference is not None:
             kl = kl_k3(logprobs, reference)

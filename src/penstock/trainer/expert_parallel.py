@@ -26,7 +26,7 @@ from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
-from penstock.trainer.experts import experts_of
+from penstock.model.experts import experts_of
 
 SPREAD = "penstock_spread"
 """Name of the function in Transformers that computes experts of several ranks, and of its attribute of modules."""

@@ -13,9 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.config import ConfigError
+from penstock.model.experts import num_active
 from penstock.model.load_policy import FULL, attention_kinds
 from penstock.trainer import packed_attention
-from penstock.trainer.experts import num_active
 from penstock.trainer.output_layer import OutputLayer, gathered, needs_chunks
 from penstock.trainer.packing import PASS_COST_TOKENS, MicroBatch
 from penstock.trainer.router_replay import force

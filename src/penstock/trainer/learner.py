@@ -139,7 +139,7 @@ class Learner(ModelRole):
         self._strategy.place(model)
         self._replay = replay_of(model)
         if self._replay is not None:
-            self._replay.check(self._autocast)
+            self._replay.check(self._strategy.computing)
         self._criterion = Criterion(
             model,
             config,

@@ -28,9 +28,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from penstock.config import LoraConfig, TrainerConfig
+from penstock.model.experts import experts_of, per_token
 from penstock.model.load_policy import OWN_CODE
 from penstock.trainer import output_layer, packed_attention
-from penstock.trainer.experts import experts_of, per_token
 from penstock.trainer.forward import recompute_activations, shares_prefixes, token_logprobs
 from penstock.trainer.lora import attach
 from penstock.trainer.packing import TokenTable, micro_batches

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from transformers import PreTrainedModel
 
 from penstock.groups.batch import Batch
+from penstock.model.experts import num_active
 from penstock.model.load_policy import FULL, attention_kinds
-from penstock.trainer.experts import num_active
 from penstock.trainer.packing import PASSES, equal_passes
 
 Ints = npt.NDArray[np.int64]

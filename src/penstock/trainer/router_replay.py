@@ -49,10 +49,10 @@ class RouterReplay:
         for number, layer in enumerate(layers):
             layer.block.forward = partial(self._run, number, layer.block.forward)
 
-    def check(self, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+    def check(self, computing: Callable[[], AbstractContextManager[None]]) -> None:
         """Find out whether the routers do as they are told, by a pass over a few tokens. If not, they keep their own
-        choices, and the log says so. All ranks must call this."""
-        with torch.no_grad(), autocast():
+        choices, and the log says so. `computing`: the context of passes. All ranks must call this."""
+        with torch.no_grad(), computing():
             own = self._tried(None)
             wanted = (own + 1) % self._num_experts
             try:
@@ -93,7 +93,7 @@ class RouterReplay:
     def _tried(self, experts: Tensor | None) -> Tensor:
         """Return the experts of a few tokens that a pass computes, [num_tokens, num_layers, k]."""
         ids = torch.arange(TRIED_TOKENS, device=self._model.device)[None]
-        with kept(self._model), recording(self._layers) as found:
+        with restoring(self._model), recording(self._layers) as found:
             self.forced = experts
             self._model(input_ids=ids, use_cache=False)
         return torch.stack(found, dim=1)
@@ -146,7 +146,7 @@ def force(model: Any, experts: Tensor | None) -> None:
 
 
 @contextmanager
-def kept(model: Any) -> Iterator[None]:
+def restoring(model: Any) -> Iterator[None]:
     """Restore after the body what is in force now, for the backward pass of the pass before."""
     replay = replay_of(model)
     forced = None if replay is None else replay.forced

@@ -35,10 +35,10 @@ from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
 from penstock.config import ConfigError, DistributedConfig, TrainerConfig
+from penstock.model.experts import experts_of, num_experts
 from penstock.model.load_policy import without_weights
 from penstock.trainer.context_parallel import Context, context_of
 from penstock.trainer.expert_parallel import spread
-from penstock.trainer.experts import experts_of, num_experts
 from penstock.trainer.packed_attention import pack
 from penstock.trainer.packing import MicroBatch, idle
 from penstock.trainer.ranks import Ranks
