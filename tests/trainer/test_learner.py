@@ -32,6 +32,7 @@ METRICS = {
     *("tokens_masked_stale", "staleness_mean", "staleness_max", "samples", "learning_rate", "skipped", "busy_s"),
     *("ess", "sample_ess", "kl_reference", "mastered_fraction", "parity_gap_max", "tokens_masked_segments"),
     "tokens_masked_foreign",
+    "tokens_replayed",
 }
 
 

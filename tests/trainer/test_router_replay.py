@@ -316,6 +316,7 @@ def test_an_engine_with_the_same_experts_agrees_with_the_learner(way: str) -> No
     metrics = learner.step().metrics
     assert metrics["parity_gap_max"] < 1e-4 and metrics["kl_tokens"] > 0
     assert metrics["ess"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["tokens_replayed"] == metrics["tokens"]
 
     without = learner_for(expert_model(), WAYS[way] | {"router_replay": False})
     without.accumulate(prepare(told)[0])

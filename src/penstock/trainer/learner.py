@@ -30,6 +30,7 @@ Invariants:
   the engine computes them from keys and values of older weights, so a difference there is no fault.
 - parity_gap_max: the largest such difference.
 - staleness_mean, staleness_max
+- tokens_replayed: those that were computed with the experts that the engine recorded (see `RouterReplay`).
 - tokens, tokens_masked_stale, tokens_masked_foreign, tokens_masked_segments, samples, learning_rate
 - skipped: 1 if the gradient was not finite.
 - busy_s: seconds of model compute since the last step. It is the mean over ranks, plus the step itself on this rank.
@@ -242,6 +243,7 @@ class Learner(ModelRole):
             trained_samples=once * (table.widths > 0).sum(),
             tokens_masked_foreign=once * (masks.sampled & (masks.staleness < 0)).sum(),
             tokens_masked_segments=once * (masks.fresh & ~masks.in_loss).sum(),
+            tokens_replayed=once * table.num_replayed,
             kl_tokens=once * (masks.in_loss & comparable).sum(),
             staleness=once * ages.sum(),
             staleness_max=ages.max(initial=0),

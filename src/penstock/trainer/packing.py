@@ -82,6 +82,11 @@ class TokenTable:
         prefix_ids = np.asarray([number[prefix] for prefix in prefixes], dtype=np.int64)
         return cls(flat, trained, starts, widths, prefix_widths, prefix_ids, temperatures, passes, experts)
 
+    @property
+    def num_replayed(self) -> int:
+        """Return the number of trained tokens that follow a token with recorded experts."""
+        return 0 if self.experts is None else int((self.trained[1:] & (self.experts[:-1, 0, 0] >= 0)).sum())
+
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:

@@ -21,13 +21,14 @@ SUMS = (*MEANS, "loss", "ratio_squared", "sample_weight", "sample_weight_squared
 """
 
 REPORTED = (
-    *("samples", "tokens", "tokens_masked_stale", "tokens_masked_foreign", "tokens_masked_segments"),
+    *("samples", "tokens", "tokens_masked_stale", "tokens_masked_foreign", "tokens_masked_segments", "tokens_replayed"),
     *("kl_tokens", "staleness_max"),
 )
 """Counts that are metrics under their own names.
 
 `tokens`: tokens in the loss. Left out are tokens that are too old (`stale`), of versions above the current one
-(`foreign`), or fresh but not of the newest version in their answer (`segments`). `kl_tokens`: comparable tokens in the
+(`foreign`), or fresh but not of the newest version in their answer (`segments`). `tokens_replayed`: tokens in the loss
+whose log-probability was computed with recorded experts. `kl_tokens`: comparable tokens in the
 loss, which are the leading tokens of samples that the compared version sampled.
 """
 
