@@ -302,7 +302,7 @@ def test_only_a_device_is_given_up(
 ) -> None:
     """With the memory that torch keeps of it."""
     seen: list[str] = []
-    module = SimpleNamespace(empty_cache=lambda: seen.append("empty_cache"))
+    module = SimpleNamespace(empty_cache=lambda: seen.append("empty_cache"), mem_get_info=lambda _: (0, 2**40))
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr(Learner, "release", lambda _: seen.append("release"))
     monkeypatch.setattr(Learner, "resume", lambda _: seen.append("resume"))

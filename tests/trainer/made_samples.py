@@ -1,6 +1,7 @@
 """Samples made by hand."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,6 +34,17 @@ def make_sample(
         logprobs=np.where(mask, logprob, 0.0).astype(np.float32),
         versions=np.asarray([-1] * len(prompt) + (versions or [0] * len(response)), dtype=np.int32),
     )
+
+
+def with_drawn_experts(samples: list[Sample]) -> list[Sample]:
+    """As if recorded: two of eight experts in each of two layers, with gaps."""
+    draw, made = np.random.default_rng(8), []
+    for sample in samples:
+        order = [draw.permuted(np.tile(np.arange(8), (len(sample.token_ids), 1)), axis=1) for _ in range(2)]
+        experts = np.concatenate([each[:, :2] for each in order], axis=1).astype(np.uint8)
+        experts[3], experts[-1] = 255, 255
+        made.append(replace(sample, experts=experts))
+    return made
 
 
 def five_groups() -> list[Sample]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from made_experts import EXPERT_MODELS
 from made_roles import AllRoles
-from made_samples import five_groups
+from made_samples import five_groups, with_drawn_experts
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -106,6 +106,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "experts_lora": {"lora": {"rank": 4}, "objective": {"kl_coef": 0.1}},
     "experts_context": {"distributed": {"context_ranks": 2}, "activation_checkpointing": True},
     "experts_noise": {},
+    "experts_replay": {"activation_checkpointing": True, "objective": COPIES, "canaries": {"parity_every": 1}},
+    "experts_replay_context": {"activation_checkpointing": True, "distributed": {"context_ranks": 2}},
 }
 """Of the trainer, by scenario, for a model with experts."""
 EXPERTS = {name: {"learning_rate": 1e-3} | given for name, given in EXPERTS.items()}
@@ -136,7 +138,11 @@ def of_experts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         case 1:
             return {"ddp": tuple(EXPERTS)}
         case 2:
-            return {"ddp": ("experts",), "fsdp": ("experts", "experts_lora"), "spread": tuple(EXPERTS)}
+            return {
+                "ddp": ("experts", "experts_replay"),
+                "fsdp": ("experts", "experts_lora", "experts_replay"),
+                "spread": tuple(EXPERTS),
+            }
         case _:
             return {"spread_hsdp": ("experts_context", "experts_noise")}
 
@@ -204,17 +210,22 @@ def part_of(batch: Batch, ranks: Ranks, work: Work, *, call: int, shared: int = 
 
 
 def train(
-    learner: AllRoles, ranks: Ranks, *, steps: int, lagging: bool = False, in_turns: bool = False
+    learner: AllRoles,
+    ranks: Ranks,
+    *,
+    steps: int,
+    lagging: bool = False,
+    in_turns: bool = False,
+    experts: bool = False,
 ) -> list[dict[str, float]]:
     """The metrics of each step. Every step is two calls; `lagging`: its samples are of the version before. `in_turns`:
-    between steps the device is others'."""
+    between steps the device is others'. `experts`: samples have recorded ones."""
     metrics = []
     for step in range(steps):
         learner.resume()
         version = max(learner.policy_version - lagging, 0)
-        samples = [
-            dataclasses.replace(s, versions=np.where(s.loss_mask, version, -1).astype(np.int32)) for s in five_groups()
-        ]
+        groups = with_drawn_experts(five_groups()) if experts else five_groups()
+        samples = [dataclasses.replace(s, versions=np.where(s.loss_mask, version, -1).astype(np.int32)) for s in groups]
         for call, part in enumerate((samples[:8], samples[8:])):
             batch = prepare(part, for_critic=True)[0]
             learner.accumulate(part_of(batch, ranks, learner.work(), call=step + call, shared=learner.num_sharing))
@@ -227,7 +238,8 @@ def train(
 def scenario(ranks: Ranks, model_dir: Path, name: str, strategy: str, *, in_turns: bool = False) -> dict[str, Any]:
     learner = make_learner(ranks, model_dir, name, strategy)
     with in_chunks(wanted=name in CHUNKED and ranks.size > 1):
-        metrics = train(learner, ranks, steps=NUM_STEPS, lagging="copies" in name, in_turns=in_turns)
+        own = {"lagging": "copies" in name, "experts": "replay" in name}
+        metrics = train(learner, ranks, steps=NUM_STEPS, in_turns=in_turns, **own)
     return {"metrics": metrics, "weights": learner.named_weights()}
 
 
