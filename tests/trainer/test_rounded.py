@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_roles import ENOUGH_S
+from made_roles import ENOUGH_S, AllRoles
 from test_forward import SMALL, small_model
 from test_learner import accumulate, learner_for
 from transformers import LlamaConfig, PreTrainedModel
 
 from penstock.config import TrainerConfig
 from penstock.samples import Sample
+from penstock.trainer import critic as critic_module
+from penstock.trainer import learner as learner_module
 from penstock.trainer.prepare import prepare
 from penstock.trainer.rounded import Rounded
 
@@ -61,7 +63,7 @@ def test_gradients_are_those_of_a_rounded_model_and_add_up_in_float32(tied: bool
 
 def test_copies_follow_the_weights_however_these_change() -> None:
     model = small_model(LlamaConfig(**SMALL))
-    rounded, seen = Rounded(model, DTYPE), []
+    weights, rounded, seen = list(model.parameters()), Rounded(model, DTYPE), []
 
     def logits() -> torch.Tensor:
         with rounded.in_use(), torch.no_grad():
@@ -74,18 +76,41 @@ def test_copies_follow_the_weights_however_these_change() -> None:
         return found
 
     assert torch.equal(logits(), expected())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with rounded.in_use():
-        loss_of(model, 0).backward()
-    optimizer.step()
-    assert torch.equal(logits(), expected())
     for weight in model.parameters():
-        weight.data.mul_(1.5)  # autograd does not see that
-    rounded.renew()
+        weight.data.mul_(1.5)
+    rounded.changed()
     assert torch.equal(logits(), expected())
+    with rounded.in_use():
+        for weight in weights:
+            weight.data.mul_(0.5)
+        rounded.changed()
+        with torch.no_grad():
+            seen.append(model(input_ids=TOKENS).logits)
+    assert torch.equal(seen[-1], expected())
     rounded.forget()
     assert torch.equal(logits(), expected())
     assert not any(torch.equal(one, other) for one, other in pairwise(seen[:3]))
+
+
+def test_a_fused_optimizer_is_followed_too(
+    make_model: MakeModel, samples: Sequence[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves the version counters of the weights as they are. It is the one on accelerators."""
+
+    def fused(parameters: Sequence[torch.nn.Parameter], **_: object) -> torch.optim.AdamW:
+        return torch.optim.AdamW(parameters, fused=True)
+
+    for module in (learner_module, critic_module):
+        monkeypatch.setattr(module, "adamw", fused)
+    settings = {"learning_rate": 0.05, "warmup_steps": 0, "critic": {"learning_rate": 0.05}}
+    roles = AllRoles(make_model, TrainerConfig.model_validate(settings), max_staleness=9, compute_dtype=DTYPE)
+    for _ in range(2):
+        accumulate(roles, samples)
+        roles.step()
+    for role, model in ((roles.learner, roles.learner.model), (roles._critic, roles._critic._function.body)):
+        copied = rounded_copy(model)
+        with role._strategy.computing(), torch.no_grad():
+            assert torch.equal(model(input_ids=TOKENS)[0], copied(input_ids=TOKENS)[0])
 
 
 def test_an_error_in_a_pass_leaves_the_weights_in_their_places() -> None:

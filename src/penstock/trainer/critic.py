@@ -107,6 +107,7 @@ class Critic(ModelRole):
                 torch._foreach_div_(self._strategy.summed(self._parameters, in_place=True), tokens)
                 rate = self._settings.learning_rate
                 norm = take_step(self._optimizer, learning_rate=rate, max_grad_norm=self._config.max_grad_norm)
+                self._strategy.changed()
         skipped = not math.isfinite(norm)
         shown = 0.0 if skipped else norm
         return {"value_loss": loss / max(tokens, 1), "value_grad_norm": shown, "value_skipped": float(skipped)}
@@ -119,6 +120,7 @@ class Critic(ModelRole):
         self._await_copy()
         saved = read_state(directory, NAME)
         load_parameters(self._function, saved["function"])
+        self._strategy.changed()
         load_optimizer(self._optimizer, saved["optimizer"])
         self._loss, self._tokens = self._no_loss(), 0
 

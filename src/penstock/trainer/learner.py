@@ -305,6 +305,7 @@ class Learner(ModelRole):
             noise_metrics = noise(self._small, large) if large else {}
         torch._foreach_div_(gradients, float(divisor))
         grad_norm = take_step(self._optimizer, learning_rate=learning_rate, max_grad_norm=self._config.max_grad_norm)
+        self._strategy.changed()
         return grad_norm, noise_metrics
 
     def _learning_rate(self, metrics: Mapping[str, float]) -> float:
@@ -339,6 +340,7 @@ class Learner(ModelRole):
         """Restore a complete saved state. Accumulated gradients are dropped."""
         self._await_copy()
         load_parameters(self.model, state["model"])
+        self._strategy.changed()
         load_optimizer(self._optimizer, state["optimizer"])
         torch.set_rng_state(state["rng"])
         self.policy_version = state["policy_version"]

@@ -142,7 +142,7 @@ class Exchange:
             present = here.clone()
             here.copy_(there, non_blocking=True)
             there.copy_(present, non_blocking=True)
-        self._strategy.exchanged()
+        self._strategy.changed()
         if others and here.device.type != "cpu":  # FSDP gathers shards on a stream that does not wait for this one
             torch.accelerator.current_stream(here.device).synchronize()
 

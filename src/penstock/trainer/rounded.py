@@ -32,37 +32,42 @@ class Rounded:
         self._dtype = dtype
         self._copies: dict[Parameter, Parameter] = {}
         """By weight; empty until they are needed."""
-        self._rounded_at = -1
+        self._is_current = self._is_used = False
         round_frozen(module, dtype, kept=kept)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Let the model compute with the copies during the body, which has both the forward and the backward pass."""
-        if self._rounded_at != (changes := self._num_changes()):
-            self.renew()
-            self._rounded_at = changes
+        if not self._is_current:
+            self._renew()
         for part, name, weight in self._places:
             part._parameters[name] = self._copies[weight]
+        self._is_used = True
         try:
             yield
         finally:
+            self._is_used = False
             for part, name, weight in self._places:
                 part._parameters[name] = weight
 
-    def renew(self) -> None:
-        """Round the weights again. Changes that autograd sees need no call."""
+    def changed(self) -> None:
+        """Note that the weights have changed, also during the body of `in_use`. Tensors do not tell: fused optimizers
+        leave their version counters as they are."""
+        self._is_current = False
+        if self._is_used:
+            self._renew()
+
+    def forget(self) -> None:
+        """Free the memory of the copies until they are needed."""
+        self._copies, self._is_current = {}, False
+
+    def _renew(self) -> None:
         if not self._copies:
             self._copies = {weight: self._copy_of(weight) for weight in self._weights}
         copies = [self._copies[weight].data for weight in self._weights]  # `data`: see `policy_copy.Exchange`
         if copies:
             torch._foreach_copy_(copies, [weight.detach() for weight in self._weights])
-
-    def forget(self) -> None:
-        """Free the memory of the copies until they are needed."""
-        self._copies, self._rounded_at = {}, -1
-
-    def _num_changes(self) -> int:
-        return sum(weight._version for weight in self._weights)
+        self._is_current = True
 
     def _copy_of(self, weight: Parameter) -> Parameter:
         copied: Any = Parameter(torch.empty_like(weight, dtype=self._dtype))

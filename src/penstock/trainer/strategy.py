@@ -104,10 +104,10 @@ class Strategy:
         """Return the context of passes of the placed module: of a forward pass with its backward pass."""
         return nullcontext() if self._rounded is None else self._rounded.in_use()
 
-    def exchanged(self) -> None:
-        """Note that the trained weights were changed in a way that autograd does not see."""
+    def changed(self) -> None:
+        """Note that the trained weights of the placed module have changed. Whoever changes them must call this."""
         if self._rounded is not None:
-            self._rounded.renew()
+            self._rounded.changed()
 
     def released(self) -> None:
         """Free what only passes need."""
