@@ -78,7 +78,8 @@ def test_who_gives_the_device_up_learns_the_same(
         after = [tensor.untyped_storage() for tensor in waiting]
         assert not {storage.data_ptr() for storage in before} & {storage.data_ptr() for storage in after}
         for name, weight in staying.named_weights().items():
-            assert torch.equal(leaving.named_weights()[name], weight.cpu()), "what waits can be published"
+            found = leaving.named_weights()[name]  # what waits can be published; adapters are merged where they are
+            torch.testing.assert_close(found, weight.cpu(), rtol=0, atol=1e-6 if "lora" in settings else 0)
         compares.add(leaving.learner._criterion._parity.copy is not None)
     assert True in compares or not settings
 

@@ -27,10 +27,13 @@ from penstock.trainer.packing import Boundaries
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
-    HAS_KERNEL = False
+    _takes = set[str]()
 else:
-    HAS_KERNEL = "window_size" in inspect.signature(varlen_attn).parameters
+    _takes = set(inspect.signature(varlen_attn).parameters)
+HAS_KERNEL = "window_size" in _takes
 """Whether torch is new enough for the kernel."""
+SHARES_KEYS = "enable_gqa" in _takes
+"""Whether the kernel takes fewer heads of keys and values than of queries."""
 PACKED, TRIAL = "penstock_packed", "penstock_trial"
 """Names of attention functions in Transformers."""
 ARGUMENT = "boundaries"
@@ -121,7 +124,9 @@ def _within_samples(query: Tensor, key: Tensor, value: Tensor, boundaries: Bound
 
 
 def _in_one_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, scaling: float | None) -> Tensor:
-    longest = max(boundaries.lengths)
+    longest, shared = max(boundaries.lengths), query.shape[1] // key.shape[1]
+    if shared > 1 and not SHARES_KEYS:
+        key, value = (each.repeat_interleave(shared, dim=1) for each in (key, value))
     query_rows, key_rows, value_rows = (each[0].transpose(0, 1) for each in (query, key, value))
     found = varlen_attn(  # [num_tokens, heads, width]
         query_rows,
@@ -133,7 +138,7 @@ def _in_one_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Bounda
         longest,
         scale=scaling,
         window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **({"enable_gqa": shared > 1} if SHARES_KEYS else {}),
     )
     assert isinstance(found, Tensor)
     return found[None]
