@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
 from pathlib import Path
 
 import numpy as np
@@ -196,3 +198,26 @@ def test_what_is_no_record_is_refused(text: str, dtype: str) -> None:
 def test_what_is_no_numpy_file_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         from_npy(text, 1)
+
+
+def npy_header(shape: tuple[int, ...]) -> bytes:
+    """The beginning of a numpy file."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"PK\x03\x04" + bytes(40),
+        b"\x93NUMPY\x01\x00",
+        b"\x93NUMPY\x09\x00" + bytes(40),
+        npy_header((1 << 45, 1, 1)) + bytes(8),
+        npy_header((2, 3, 2)) + bytes(8),
+        npy_header((2, 3)) + bytes(48),
+    ],
+)
+def test_a_numpy_file_that_promises_what_it_has_not_is_refused(raw: bytes) -> None:
+    with pytest.raises(ValueError, match=r"experts|EOF|[Hh]eader|magic"):
+        from_npy(base64.b64encode(raw).decode(), 1)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,11 @@ import numpy.typing as npt
 Record = npt.NDArray[Any]
 """[num_tokens, width], uint8 or uint16."""
 
+HEADERS: dict[tuple[int, int], Callable[[io.BytesIO], Any]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+"""Readers of the headers of numpy files, by version."""
 WIRE_DTYPES = ("int32", "uint16", "uint8")
 """Types of the numbers on the wire. SGLang sends int32 unless its reply names another one."""
 
@@ -31,8 +37,15 @@ class Routing(NamedTuple):
 
     num_experts: int
     """Of a layer."""
-    width: int
-    """Most entries of a row: all layers times the experts of a token."""
+    num_layers: int
+    """All layers of the model, of which some may have no experts."""
+    num_chosen: int
+    """Experts that compute a token in a layer."""
+
+    @property
+    def width(self) -> int:
+        """Return the most entries of a row."""
+        return self.num_layers * self.num_chosen
 
 
 def dtype_of(num_experts: int) -> np.dtype[Any]:
@@ -99,15 +112,19 @@ def from_wire(text: str, num_rows: int, *, dtype: str) -> npt.NDArray[Any]:
 def from_npy(text: str, num_rows: int) -> npt.NDArray[Any]:
     """Return the numbers of experts, [num_tokens, width], of a numpy file in base64: vLLM's form. It may have more than
     `num_rows` tokens, the last ones of which are wanted. Raises ValueError for anything else."""
-    try:
-        values = np.load(io.BytesIO(_decoded(text)), allow_pickle=False)
-    except (EOFError, OSError) as error:
-        raise ValueError(str(error)) from None
-    if not isinstance(values, np.ndarray) or values.ndim != 3 or values.dtype.kind not in "iu":
-        raise ValueError("experts of no known form")
-    if not values.size or len(values) < num_rows:
-        raise ValueError(f"experts of {len(values)} tokens, and not of {num_rows}")
-    return values.reshape(len(values), -1)
+    raw = _decoded(text)
+    file = io.BytesIO(raw)
+    try:  # numpy would make room for what a header promises
+        read_header = HEADERS[np.lib.format.read_magic(file)]
+        shape, by_columns, dtype = read_header(file)
+    except (EOFError, KeyError) as error:
+        raise ValueError(f"experts of no known form: {error}") from None
+    size, start = prod(shape), file.tell()
+    if len(shape) != 3 or by_columns or dtype.kind not in "iu" or size * dtype.itemsize != len(raw) - start:
+        raise ValueError(f"experts of the form {shape}, {dtype}, in {len(raw) - start} bytes")
+    if not size or shape[0] < num_rows:
+        raise ValueError(f"experts of {shape[0]} tokens, and not of {num_rows}")
+    return np.frombuffer(raw, dtype, offset=start).reshape(shape[0], -1)
 
 
 def _decoded(text: str) -> bytes:

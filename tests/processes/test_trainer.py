@@ -333,7 +333,7 @@ async def test_a_device_in_turns_is_empty_for_the_servers(tmp_path: Path, pool: 
             left = torch.cuda.memory_allocated() - before
             return [first, await step(process, pool)], left / held
 
-    expected, share = await steps({})
+    expected, share = await steps({"scheduler": IN_TURNS["scheduler"] | {"mode": "asynchronous"}})
     assert share > 0.5
     found, share = await steps(IN_TURNS)
     assert share < 0.1

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from expert_policy import NUM_EXPERTS, WIDTH, chosen_by, expert_model
+from expert_policy import NUM_CHOSEN, NUM_EXPERTS, NUM_LAYERS, WIDTH, chosen_by, expert_model
 from tiny_policy import make_engine, make_request, run, serve
 
 from penstock.model.experts import expert_layers
@@ -31,7 +31,7 @@ from penstock.types import EpisodeId, Sampling, SegmentGrant
 
 MAX_CONTEXT = 96
 PROMPT = [5, 9, 11, 7, 30]
-ROUTING = Routing(NUM_EXPERTS, WIDTH + 2)
+ROUTING = Routing(NUM_EXPERTS, NUM_LAYERS, NUM_CHOSEN)
 """As config.json tells it: the first layer might have experts too."""
 
 

@@ -33,6 +33,7 @@ from penstock.trainer.learner import Learner
 from penstock.trainer.packed_attention import pack
 from penstock.trainer.packing import TokenTable, micro_batches
 from penstock.trainer.prepare import prepare
+from penstock.trainer.ranks import Ranks
 from penstock.trainer.router_replay import RouterReplay, install, replay_of
 from penstock.trainer.strategy import compile_layers
 
@@ -100,7 +101,7 @@ def replaying(model: PreTrainedModel) -> PreTrainedModel:
     install(model)
     replay = replay_of(model)
     assert replay is not None
-    replay.check(nullcontext)
+    replay.check(nullcontext, Ranks())
     return model
 
 
@@ -367,5 +368,36 @@ def test_a_compiled_model_still_gets_its_experts() -> None:
 def replaying_installed(model: PreTrainedModel) -> PreTrainedModel:
     replay = replay_of(model)
     assert isinstance(replay, RouterReplay)
-    replay.check(nullcontext)
+    replay.check(nullcontext, Ranks())
     return model
+
+
+@pytest.mark.parametrize("damage", ["one is missing", "one is there twice", "no such expert"])
+def test_a_token_with_a_damaged_record_is_left_to_the_router(damage: str) -> None:
+    model, samples = expert_model(), prompts_and_answers()
+    own = [chosen_by(model, sample.token_ids) for sample in samples]
+    free = computed(model, with_experts(samples, own))
+    damaged = [rows.copy() for rows in own]
+    for rows in damaged:
+        rows[:, 0] = {"one is missing": 255, "one is there twice": rows[:, 1], "no such expert": 100}[damage]
+    forced = computed(replaying(expert_model()), with_experts(samples, damaged))
+    for found, expected in zip(forced, free, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_the_mask_over_a_batch_sees_the_log_probabilities_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, samples = expert_model(), prompts_and_answers()
+    other = [(chosen_by(model, sample.token_ids) + 3) % 8 for sample in samples]
+    config = TrainerConfig.model_validate({"objective": {"name": "m2po"}})
+    learner, seen = Learner(model, config, max_staleness=9), list[Tensor]()
+
+    def noted(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        found = token_logprobs(*given, **named)
+        seen.append(found[0].detach())
+        return found
+
+    for module in ("learner", "criterion"):
+        monkeypatch.setattr(f"penstock.trainer.{module}.token_logprobs", noted)
+    learner.accumulate(prepare(with_experts(samples, other))[0])
+    before, in_loss = seen
+    torch.testing.assert_close(before, in_loss)

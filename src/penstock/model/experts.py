@@ -19,14 +19,11 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from penstock.model.files import NUM_EXPERTS
+from penstock.model.files import EXPERTS_PER_TOKEN, NUM_EXPERTS
 from penstock.routed_experts import Record, dtype_of
 
 CHOSEN = ("top_k_index", "router_indices")
 """Names of the second argument of experts: the numbers of the chosen ones, [num_tokens, k]."""
-
-PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
-"""Names that architectures give the number of experts that compute a token."""
 OF_INTERFACE = {"num_experts", "has_gate", "is_transposed"}
 """Attributes of a module whose experts Transformers computes through its `ExpertsInterface`."""
 
@@ -92,7 +89,7 @@ def per_token(model: PreTrainedModel) -> int:
     """Return the number of experts of a layer that compute a token, as the model's configuration says. If it says
     nothing, that is all of them."""
     config = model.config.get_text_config()
-    named = (getattr(config, name, None) for name in PER_TOKEN)
+    named = (getattr(config, name, None) for name in EXPERTS_PER_TOKEN)
     return next((found for found in named if isinstance(found, int) and found), num_experts(model))
 
 

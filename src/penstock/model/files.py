@@ -27,6 +27,7 @@ COMPANIONS = (
     "tokenizer.model",
 )
 """Files that a model directory needs besides the weights."""
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names that architectures give the number of experts of a layer."""
 
@@ -86,12 +87,9 @@ def max_positions(directory: Path) -> int | None:
 
 def routing(directory: Path) -> Routing | None:
     """Return what the record of a model's routers looks like; None if it has no experts, or does not say."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    num_experts = next((found for name in names if (found := _number(directory, name))), None)
-    names = ("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk")
-    chosen = next((found for name in names if (found := _number(directory, name))), None)
-    layers = _number(directory, "num_hidden_layers")
-    return Routing(num_experts, layers * chosen) if num_experts and chosen and layers else None
+    experts, layers = num_experts(directory), _number(directory, "num_hidden_layers")
+    chosen = next((found for name in EXPERTS_PER_TOKEN if (found := _number(directory, name))), None)
+    return Routing(experts, layers, chosen) if experts and chosen and layers else None
 
 
 def attention_heads(directory: Path) -> tuple[int, int] | None:

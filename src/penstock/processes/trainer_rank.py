@@ -117,10 +117,12 @@ class TrainerRank:
     def _settings(self, model: PreTrainedModel) -> TrainerConfig:
         """Return the trainer's settings, with all that depends on the device decided. Nothing leaves a CPU for main
         memory, which is the same."""
-        on_cpu, settings = self._device.type == "cpu", self._config.trainer
-        capacity = None if on_cpu else int(torch.get_device_module(self._device).mem_get_info(self._device)[1])
-        if on_cpu:
+        settings, capacity = self._config.trainer, None
+        if self._device.type == "cpu":
             settings = settings.model_copy(update={"offload": []})
+        else:  # the ranks must decide alike
+            own = torch.get_device_module(self._device).mem_get_info(self._device)[1]
+            capacity = -int(self._ranks.largest([-own], "find the smallest device")[0])
         return decided(
             model.config,
             settings,

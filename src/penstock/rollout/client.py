@@ -77,6 +77,8 @@ class ServerClient(ABC):
     """How to make a server return experts."""
     _told = False
     """Whether the log says that the server returns no experts."""
+    _width: int | None = None
+    """Experts of a token in the server's replies, once there was one."""
 
     def __init__(self, url: str, session: HttpSession, *, update_mode: UpdateMode | None = None) -> None:
         self.url, self._session = url, session
@@ -172,7 +174,10 @@ class ServerClient(ABC):
             except ValueError as error:
                 reason = f"its reply has {error}"
             else:
-                if len(experts) == num_tokens and 0 < experts.shape[1] <= self.routing.width:
+                width = experts.shape[1]
+                fits = 0 < width <= self.routing.width and width % self.routing.num_chosen == 0
+                if len(experts) == num_tokens and fits and self._width in (None, width):
+                    self._width = width
                     return replace(segment, experts=compact(experts, self.routing.num_experts))
                 reason = f"its reply has experts of the form {experts.shape}"
         if not self._told:

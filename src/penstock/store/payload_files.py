@@ -123,6 +123,12 @@ def encode(samples: Sequence[Sample], buffer: bytearray) -> memoryview:
         starts.append(_aligned(starts[-1] + num_tokens * np.dtype(dtype).itemsize))
     records = [s.experts for s in samples if s.experts is not None]
     size = _aligned(starts[-1] + sum(record.nbytes for record in records))
+    if size > MAX_RECORD_BYTES:
+        remedy = "set trainer.router_replay to false, or " if records else ""
+        raise PayloadError(
+            f"{len(samples)} samples of a group take {size} bytes, more than the {MAX_RECORD_BYTES} of a record: "
+            f"{remedy}play smaller groups or shorter episodes"
+        )
     if size <= MAX_KEPT_BYTES:
         buffer.extend(bytes(max(size - len(buffer), 0)))
     record = memoryview(buffer if size <= MAX_KEPT_BYTES else bytearray(size))[:size]
@@ -137,7 +143,7 @@ def encode(samples: Sequence[Sample], buffer: bytearray) -> memoryview:
         record[end : starts[-1]] = bytes(starts[-1] - end)
         end = starts[-1]
     for experts in records:
-        record[end : end + experts.nbytes] = experts.tobytes()
+        record[end : end + experts.nbytes] = np.ascontiguousarray(experts).reshape(-1).view(np.uint8).data
         end += experts.nbytes
     record[end:] = bytes(size - end)
     return record
@@ -204,6 +210,8 @@ def _experts(record: memoryview, offset: int, headers: Sequence[_RoutedHeader]) 
             yield None
             continue
         width, kind = header.experts
+        if width < 1:
+            raise PayloadError(f"a sample with {width} experts per token")
         found = np.frombuffer(record, dtype=kind, count=header.num_tokens * width, offset=offset)
         offset += found.nbytes
         yield found.reshape(header.num_tokens, width)

@@ -140,7 +140,7 @@ class Learner(ModelRole):
         self._strategy.place(model)
         self._replay = replay_of(model)
         if self._replay is not None:
-            self._replay.check(self._strategy.computing)
+            self._replay.check(self._strategy.computing, self._ranks)
         self._criterion = Criterion(
             model,
             config,
@@ -198,6 +198,9 @@ class Learner(ModelRole):
         kept = batch_mask(torch.from_numpy(log_rho), torch.from_numpy(advantages), self._config.objective, total)
         return batch.union(Batch(values={KEPT: per_sample(kept.numpy(), batch["token_ids"])}))
 
+    def _experts(self, batch: Batch) -> npt.NDArray[np.int16] | None:
+        return None if self._replay is None else self._replay.records(batch)
+
     def _divisor(self, pending: StepStatistics) -> float:
         normalize, counts = self._config.objective.normalize, pending.counts
         samples = counts["trained_samples"]
@@ -208,7 +211,7 @@ class Learner(ModelRole):
         masks = self._masks(batch, self.policy_version)
         compared = self._criterion.compared_version(self.policy_version)
         comparable = masks.sampled & _leading(batch["versions"], masks.sampled & (masks.versions != compared))
-        table = self._table(batch, masks.in_loss, self._replay.records(batch) if self._replay is not None else None)
+        table = self._table(batch, masks.in_loss)
         columns: dict[str, npt.NDArray[Any]] = {  # the criterion's inputs for every token, each [S]
             "behaviour": flatten(batch["logprobs"], np.float32),
             "advantages": _of_tokens(batch["advantages"], batch["token_ids"]),

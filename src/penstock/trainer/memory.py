@@ -401,7 +401,7 @@ def _table(shape: Pass, vocab: int) -> TokenTable:
 
 def _hollow(architecture: Any, dtype: torch.dtype = torch.float32) -> Any:
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=False)
+        made = AutoModelForCausalLM.from_config(deepcopy(architecture), dtype=dtype, trust_remote_code=False)
     return made.eval()
 
 

@@ -189,11 +189,14 @@ class ModelRole(ABC):
         if self._saving is not None:
             self._saving.await_copy()
 
-    def _table(self, batch: Batch, trained: Bools, experts: npt.NDArray[np.int16] | None = None) -> TokenTable:
-        """Return the tokens of a batch from `prepare`, or of a rank's part of it. `trained`, `experts`: see
-        `TokenTable`."""
+    def _table(self, batch: Batch, trained: Bools) -> TokenTable:
+        """Return the tokens of a batch from `prepare`, or of a rank's part of it. `trained`: see `TokenTable.build`."""
         passes = batch[PASSES] if PASSES in batch.names else None
-        return TokenTable.build(batch["token_ids"], trained, batch["temperatures"], passes, experts)
+        return TokenTable.build(batch["token_ids"], trained, batch["temperatures"], passes, self._experts(batch))
+
+    def _experts(self, batch: Batch) -> npt.NDArray[np.int16] | None:
+        """Return the recorded experts with which passes compute a batch's tokens, [S, layers, k], or None."""
+        return None
 
     @abstractmethod
     def _modules(self) -> Sequence[Module]:

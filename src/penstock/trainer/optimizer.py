@@ -46,14 +46,14 @@ class OffloadedAdamW(AdamW):
 
     def _arrived(self, parameter: Parameter) -> dict[str, Tensor]:
         """Bring the moments of a parameter to its device, and return those in main memory."""
-        state = self.state[parameter]
+        state = self.state.get(parameter, {})
         waiting = {name: value for name, value in state.items() if name != COUNTER}
         state |= {name: _moved(value, parameter.device) for name, value in waiting.items()}
         return waiting
 
     def _leave(self, parameter: Parameter, waiting: Mapping[str, Tensor]) -> None:
         """Copy the moments of a parameter to main memory: to where they were before, if they were there."""
-        state = self.state[parameter]
+        state = self.state.get(parameter, {})
         for name, value in state.items():
             if name != COUNTER:
                 kept = waiting.get(name)

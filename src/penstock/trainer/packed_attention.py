@@ -128,6 +128,7 @@ def _in_one_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Bounda
     if shared > 1 and not SHARES_KEYS:
         key, value = (each.repeat_interleave(shared, dim=1) for each in (key, value))
     query_rows, key_rows, value_rows = (each[0].transpose(0, 1) for each in (query, key, value))
+    sharing: dict[str, Any] = {"enable_gqa": shared > 1} if SHARES_KEYS else {}
     found = varlen_attn(  # [num_tokens, heads, width]
         query_rows,
         key_rows,
@@ -138,7 +139,7 @@ def _in_one_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Bounda
         longest,
         scale=scaling,
         window_size=(-1, 0),
-        **({"enable_gqa": shared > 1} if SHARES_KEYS else {}),
+        **sharing,
     )
     assert isinstance(found, Tensor)
     return found[None]

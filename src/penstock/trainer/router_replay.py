@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from penstock.groups.batch import Batch
 from penstock.model.experts import ExpertLayer, expert_layers, recording
 from penstock.trainer.packing import EXPERTS
+from penstock.trainer.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -49,18 +50,18 @@ class RouterReplay:
         for number, layer in enumerate(layers):
             layer.block.forward = partial(self._run, number, layer.block.forward)
 
-    def check(self, computing: Callable[[], AbstractContextManager[None]]) -> None:
+    def check(self, computing: Callable[[], AbstractContextManager[None]], ranks: Ranks) -> None:
         """Find out whether the routers do as they are told, by a pass over a few tokens. If not, they keep their own
         choices, and the log says so. `computing`: the context of passes. All ranks must call this."""
         with torch.no_grad(), computing():
             own = self._tried(None)
-            wanted = (own + 1) % self._num_experts
-            try:
-                obey = torch.equal(self._tried(wanted), wanted)
-            except RuntimeError:  # a router chooses from scores of another form
-                obey = False
-        if obey:
-            self.num_chosen = own.shape[-1]
+            obey = len({each.shape for each in own}) == 1
+            if obey:
+                wanted = (torch.stack(own, dim=1) + 1) % self._num_experts
+                found = self._tried(wanted)
+                obey = all(map(torch.equal, found, wanted.unbind(dim=1)))
+        if ranks.total([float(obey)], "see if routers do as they are told") == [float(ranks.size)]:
+            self.num_chosen = own[0].shape[-1]
         else:
             logger.warning(
                 "the experts of a %s model cannot be chosen for its routers: trainer.router_replay does nothing",
@@ -76,27 +77,26 @@ class RouterReplay:
             return None
         numbers = [layer.number for layer in self._layers]
         num_layers = int(self._model.config.get_text_config().num_hidden_layers)
-        found = []
-        for ids, flat in zip(batch["token_ids"], batch[EXPERTS], strict=True):
-            num_tokens = np.size(ids)
-            rows = np.full((num_tokens, len(numbers), self.num_chosen), -1, dtype=np.int16)
-            known = None
+        lengths = [np.size(ids) for ids in batch["token_ids"]]
+        found = np.full((sum(lengths), len(numbers), self.num_chosen), -1, dtype=np.int16)
+        end = 0
+        for num_tokens, flat in zip(lengths, batch[EXPERTS], strict=True):
+            rows, end, known = found[end : end + num_tokens], end + num_tokens, None
             if flat.size == rows.size:
                 known = flat.reshape(rows.shape)
             elif flat.size == num_tokens * num_layers * self.num_chosen:
                 known = flat.reshape(num_tokens, num_layers, self.num_chosen)[:, numbers]
             if known is not None:
                 np.copyto(rows, known, where=known < self._num_experts, casting="unsafe")
-            found.append(rows)
-        return np.concatenate(found) if found else None
+        return found if lengths else None
 
-    def _tried(self, experts: Tensor | None) -> Tensor:
-        """Return the experts of a few tokens that a pass computes, [num_tokens, num_layers, k]."""
+    def _tried(self, experts: Tensor | None) -> list[Tensor]:
+        """Return the experts of a few tokens that a pass computes: of each layer, [num_tokens, k]."""
         ids = torch.arange(TRIED_TOKENS, device=self._model.device)[None]
         with restoring(self._model), recording(self._layers) as found:
             self.forced = experts
             self._model(input_ids=ids, use_cache=False)
-        return torch.stack(found, dim=1)
+        return found
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # the record changes from pass to pass
     def _run(self, number: int, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -111,19 +111,23 @@ class _Chosen(TorchFunctionMode):
     """Makes `topk` over the scores of experts return given ones."""
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
-        """`experts`: [num_tokens, k], -1 where `topk` chooses."""
+        """`experts`: [num_tokens, k]. `topk` chooses all experts of a token of which one is -1, or one is there
+        twice."""
         super().__init__()
-        self._experts, self._num_experts = experts, num_experts
+        ordered = experts.sort(dim=-1).values
+        twice = (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
+        self._is_given, self._experts = (ordered[:, 0] >= 0) & ~twice, experts
+        self._num_experts = num_experts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func not in TOPKS:
             return found
         scores = args[0] if args else kwargs["input"]
-        if scores.shape[-1] != self._num_experts or found.indices.shape[-1] != self._experts.shape[-1]:
+        if scores.shape[-1] != self._num_experts or found.indices.numel() != self._experts.numel():
             return found  # of groups of experts
-        given = self._experts.reshape(found.indices.shape)
-        chosen = torch.where(given < 0, found.indices, given.long())
+        given, is_given = self._experts.view_as(found.indices), self._is_given.view(*found.indices.shape[:-1], 1)
+        chosen = torch.where(is_given, given.long(), found.indices)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
