@@ -111,6 +111,20 @@ def test_activations_are_recomputed_if_they_must_be(wanted: bool | None, capacit
     assert found.activation_checkpointing is expected
 
 
+def test_a_model_that_cannot_be_counted_keeps_its_activations(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("aten::new_operation")
+
+    monkeypatch.setattr("penstock.trainer.memory.pass_bytes", fail)
+    found = decided(
+        ARCHITECTURES["qwen3"], TrainerConfig(), longest=256, dtype=torch.bfloat16, roles=["actor"], capacity=2**40
+    )
+    assert found.activation_checkpointing is False
+    assert "a qwen3 model cannot be counted (aten::new_operation)" in caplog.text
+
+
 def test_a_pass_is_counted_without_its_memory() -> None:
     """The count of a model of real size takes seconds, and tensors without values."""
     config = {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "vocab_size": 151_936}

@@ -7,6 +7,7 @@ the architecture saves for its backward pass, and what activation checkpointing 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -27,7 +28,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from penstock.config import LoraConfig, TrainerConfig
+from penstock.config import ConfigError, LoraConfig, TrainerConfig
 from penstock.model.experts import experts_of, per_token
 from penstock.model.load_policy import OWN_CODE
 from penstock.trainer import output_layer, packed_attention
@@ -36,6 +37,8 @@ from penstock.trainer.lora import attach
 from penstock.trainer.packing import TokenTable, micro_batches
 from penstock.trainer.ranks import BUCKET_ELEMENTS
 from penstock.trainer.strategy import check_shared_passes, check_spread_experts, layers_of
+
+logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 EXPERTS = "grouped_mm"
@@ -323,8 +326,18 @@ def decided(
     For the other arguments see `learner_bytes`."""
     wanted = trainer.activation_checkpointing
     if wanted is None and capacity is not None:
-        need = learner_bytes(architecture, trainer, longest=longest, dtype=dtype, on_accelerator=True, roles=roles)
-        wanted = with_reserve(need.total) > capacity
+        given: dict[str, Any] = {"longest": longest, "dtype": dtype, "roles": roles}
+        try:
+            need = learner_bytes(architecture, trainer, on_accelerator=True, **given)
+            wanted = with_reserve(need.total) > capacity
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a model does with tensors that have no values
+            logger.warning(
+                "the memory of a %s model cannot be counted (%s), so activations are kept: if they do not fit, set "
+                "trainer.activation_checkpointing",
+                *(architecture.model_type, error),
+            )
     return trainer.model_copy(update={"activation_checkpointing": bool(wanted)})
 
 

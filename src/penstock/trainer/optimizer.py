@@ -36,8 +36,8 @@ class OffloadedAdamW(AdamW):
             for number, moments in zip(numbers, waiting, strict=True):
                 self._leave(parameters[number], moments)
                 parameters[number].grad = gradients[number] = None
-        if parameters[0].is_cuda:  # a checkpoint may read the moments now
-            torch.cuda.current_stream(parameters[0].device).synchronize()
+        if parameters[0].device.type != "cpu":  # a checkpoint may read the moments now
+            torch.accelerator.current_stream(parameters[0].device).synchronize()
 
     def place(self, parameter: Parameter, state: Mapping[str, Tensor]) -> None:
         """Set a parameter's state. Its moments go to main memory."""
