@@ -4,8 +4,8 @@ the planned memory is the measured one.
 `flops_share` is the share of a large matrix product's rate that the arithmetic of the batch makes; nothing is padded,
 and activations that are computed again do not count twice. `compiled_flops_share`: the same with `trainer.compile`,
 after its compilation, which took `compile_s`. `planned_vs_measured_peak`: the planned memory over the measured peak.
-`long_*`: two samples, each of which fills a pass of 32k tokens, activations computed again. States are in float32, passes in
-bfloat16. `layers` is how many of the shape's layers the device had room for; each is as fast as all of them.
+`long_*`: two samples, each of which fills a pass of 32k tokens, activations computed again. States are in float32,
+passes in bfloat16. `layers` is how many of the shape's layers the device had room for; each is as fast as all of them.
 
 It is meant for an accelerator: `--device cuda --shape Qwen3-4B`. On a CPU a small shape shows that everything runs.
 """
