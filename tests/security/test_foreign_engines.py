@@ -51,6 +51,8 @@ async def test_vllm_listens_on_no_port_that_other_users_reach(child: Child, tmp_
     python = tmp_path / "python"
     python.write_text(ENGINE)
     python.chmod(0o700)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     settings = {"engine": "vllm", "python": str(python), "api_key": "play", "admin_api_key": "rule"}
     async with engine_of(child, Config.model_validate({"rollout": settings})) as (url, process):
         assert process is not None

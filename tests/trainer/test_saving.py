@@ -23,7 +23,7 @@ from penstock.model.load_policy import load_policy
 from penstock.samples import Sample
 from penstock.trainer import checkpoint, saving
 from penstock.trainer.learner import NAME, Learner
-from penstock.trainer.policy_copy import ParityCopy
+from penstock.trainer.policy_copy import Exchange, ParityCopy
 from penstock.trainer.prepare import prepare
 
 ALL_ROLES = {
@@ -113,7 +113,7 @@ def test_no_copy_takes_its_turn_while_the_weights_are_saved(
     learner.write(tmp_path)
 
     def compare() -> None:
-        with ParityCopy(learner.model, learner._await_copy).placed():
+        with ParityCopy(Exchange(learner.model, learner._strategy, learner._await_copy)).placed():
             pass
 
     comparing = threading.Thread(target=compare)
