@@ -1,7 +1,7 @@
 """How far engine and trainer are apart for a policy with experts, with router replay and without it.
 
 A random policy answers in our engine in bfloat16. The learner then computes the log-probabilities of the same tokens
-with the same weights, as in a run: in bfloat16 (autocast), or in float32. `parity_gap_*`: mean |log-probability of the
+with the same weights, as in a run: in bfloat16, or in float32. `parity_gap_*`: mean |log-probability of the
 learner - of the engine| per token, in nats, and `*_max` the largest one; the learner in bfloat16. `float32_*`: the
 learner in float32. `parity_gap_ratio`: without replay over with it.
 
@@ -29,6 +29,7 @@ from penstock.rollout.slot_engine import SlotEngine
 from penstock.samples import Sample, Trajectory, Turn
 from penstock.trainer.learner import Learner
 from penstock.trainer.prepare import prepare
+from penstock.trainer.rounded import round_frozen
 from penstock.types import EpisodeId
 
 BENCHMARK = Benchmark(
@@ -55,7 +56,7 @@ ROUTER_SCALE = 2.0
 
 
 def policy(seed: int, num_layers: int) -> PreTrainedModel:
-    """Return a random policy whose answers are far from uniform."""
+    """Return a random policy. It clearly prefers some tokens to others."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
@@ -129,12 +130,14 @@ def gaps(model: PreTrainedModel, samples: Sequence[Sample], dtype: torch.dtype, 
 
 def different_choices(model: PreTrainedModel, samples: Sequence[Sample]) -> float:
     """Return the share of choices in which the learner's routers, in bfloat16, take other experts than the engine's."""
-    layers, shares = expert_layers(model), []
+    rounded = copy.deepcopy(model).requires_grad_(False)
+    round_frozen(rounded, torch.bfloat16)
+    layers, shares = expert_layers(rounded), []
     for sample in samples:
         assert sample.experts is not None
         ids = torch.from_numpy(sample.token_ids[:-1].astype(np.int64))[None]
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), recording(layers) as found:
-            model(input_ids=ids, use_cache=False)
+        with torch.no_grad(), recording(layers) as found:
+            rounded(input_ids=ids, use_cache=False)
         own = torch.stack(found, dim=1).sort(dim=-1).values
         engines = torch.from_numpy(sample.experts[:-1].astype(np.int64)).view_as(own).sort(dim=-1).values
         shares.append(float((own != engines).any(dim=-1).float().mean()))

@@ -149,7 +149,7 @@ class DistributedConfig(Section):
     expert_parallel: bool = False
     """`fsdp`: spread the experts of every layer over the ranks that share one copy of the model, instead of gathering
     them. Each rank holds equally many experts, and tokens travel to them and back. It is for models with many experts
-    (mixture of experts), whose layers are large and whose tokens need little of them."""
+    (mixture of experts): their layers are large, and a token needs few of the experts."""
     backend: Literal["gloo", "nccl", "hccl"] | None = None
     """Communication backend between ranks; if unset, the backend that suits the device. `hccl` needs the package
     torch_npu."""
@@ -303,8 +303,8 @@ class TrainerConfig(Section):
     offload: list[Literal["activations", "optimizer"]] = Field(default_factory=list)
     """What waits in pinned main memory while the accelerator does not need it. `activations`: what
     `activation_checkpointing` keeps for the backward pass, two bytes per token and unit of width in each layer.
-    `optimizer`: the moments, 8 of the 16 bytes per trained weight; each step brings them in turns to the device, which
-    takes most of a second for a billion weights."""
+    `optimizer`: the moments, 8 of the 16 bytes per trained weight. Each step brings those of some weights at a time to
+    the device and back. The bus needs most of a second for a billion weights."""
     compile: bool = False
     """Compile the layers of the trainer's models, for any number of tokens. A layer then has a third of the kernels,
     which pays on accelerators where kernels are short. The first passes take a minute or more."""

@@ -4,8 +4,8 @@
 
 The ranks that share one copy of a model each hold equally many of the experts of every layer, whole and in order. As
 runs of rows of one tensor these are the shards that FSDP would make, so checkpoints, publishing and the optimizer need
-not know. FSDP leaves them alone: nobody gathers them, and their gradients need no sum over these ranks, since the
-tokens of all of them have come to the owner.
+not know. FSDP leaves them alone: no rank gathers them. Their gradients need no sum over these ranks, because the
+tokens of all ranks have come to the rank that has the expert.
 
 Every rank makes the same exchanges in the same order, also a rank without samples, or with experts that no token was
 sent to. Activation checkpointing repeats the exchanges in the backward pass.

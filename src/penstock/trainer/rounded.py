@@ -1,4 +1,4 @@
-"""Trained float32 weights whose passes compute in a smaller dtype: the passes use rounded copies of them.
+"""Passes in a smaller dtype than float32. The trained weights stay float32, and passes use rounded copies of them.
 
 The copies are the leaves of the backward pass. As soon as a copy has its gradient, it is added to the gradient of the
 float32 weight. So gradients add up in float32 over micro-batches, and optimizer, checkpoints and publishing know only
