@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_forward import CONFIGS, SMALL, siblings, small_model
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import (
     CohereConfig,
     Gemma2Config,
@@ -87,7 +88,7 @@ def test_chunks_equal_the_models_own_logits(architecture: Any, monkeypatch: pyte
 
 def test_a_model_that_does_more_to_its_logits_is_left_to_itself() -> None:
     model = small_model(LlamaConfig(**SMALL))
-    assert OutputLayer.of(model) == (model.lm_head, Scaling())
+    assert OutputLayer.of(model) == OutputLayer(model.lm_head, Scaling())
 
     class Squared(type(model)):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +103,7 @@ def test_a_model_that_does_more_to_its_logits_is_left_to_itself() -> None:
 
 def test_a_probe_is_not_confused_by_the_models_precision() -> None:
     model = small_model(LlamaConfig(**SMALL)).to(torch.bfloat16)
-    assert OutputLayer.of(model) == (model.lm_head, Scaling())
+    assert OutputLayer.of(model) == OutputLayer(model.lm_head, Scaling())
 
 
 def test_every_model_is_probed_by_itself() -> None:
@@ -114,9 +115,9 @@ def test_every_model_is_probed_by_itself() -> None:
 
 def test_caps_and_factors_are_those_of_the_settings() -> None:
     model = small_model(Gemma2Config(**SMALL, final_logit_softcapping=3.0))
-    assert OutputLayer.of(model) == (model.lm_head, Scaling(1.0, 3.0))
+    assert OutputLayer.of(model) == OutputLayer(model.lm_head, Scaling(1.0, 3.0))
     model = small_model(CohereConfig(**SMALL, logit_scale=0.25))
-    assert OutputLayer.of(model) == (model.lm_head, Scaling(0.25))
+    assert OutputLayer.of(model) == OutputLayer(model.lm_head, Scaling(0.25))
 
 
 @pytest.mark.usefixtures("tiny_chunks")
@@ -150,6 +151,35 @@ def test_any_chunk_of_any_layer(
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2}
     for own, other in zip(*results, strict=True):
         torch.testing.assert_close(own, other, **tolerance)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("tiny_chunks")
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.parametrize(
+    ("dtype", "scaling", "is_each"),
+    [(torch.float32, Scaling(0.5, 2.0), True), (torch.bfloat16, Scaling(), False)],
+    ids=["float32, capped, temperatures of tokens", "bfloat16, plain, one temperature"],
+)
+def test_a_compiled_layer_computes_the_same(dtype: torch.dtype, scaling: Scaling, is_each: bool) -> None:
+    """For several numbers of tokens, with few compilations."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 60, dtype=dtype)
+    torch.compiler.reset()
+    counters.clear()
+    tolerance = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-3, "rtol": 1e-2}
+    for num_tokens in (0, 1, 7, 12, 19):
+        hidden, chosen = torch.randn(num_tokens, 8, dtype=dtype), torch.randint(0, 60, (num_tokens,))
+        temperature, results = torch.rand(num_tokens) + 0.5 if is_each else 0.7, []
+        for is_compiled in (True, False):
+            own = hidden.clone().requires_grad_()
+            head.zero_grad()
+            found = OutputLayer(head, scaling, is_compiled).statistics(own, chosen, temperature=temperature)
+            found[0].sum().backward()
+            results.append([*found, own.grad, *(p.grad for p in head.parameters())])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, **tolerance)
+    assert 0 < counters["stats"]["unique_graphs"] <= 6, "two functions for chunks of no, one and many tokens"
 
 
 @pytest.mark.usefixtures("tiny_chunks")

@@ -147,7 +147,8 @@ def test_a_run_goes_on_after_the_loss_of_a_node_of_its_trainer(
 
 def test_a_run_in_the_background_is_killed_stopped_and_resumed(cluster: Cluster, tmp_path: Path) -> None:
     """Its supervisor is killed in its first life, it is stopped in its second, and complete after the third."""
-    begin = command(RECIPE, tmp_path, *OVERRIDES, *ONE_NODE, "--detach", "--cluster", cluster.address)
+    unending = [*OVERRIDES, *ONE_NODE, "trainer.steps=1000"]
+    begin = command(RECIPE, tmp_path, *unending, "--detach", "--cluster", cluster.address)
     subprocess.run(begin, check=True, capture_output=True, timeout=180)
     run_dir = only_run(tmp_path)
     wait_for(lambda: num_steps(run_dir) >= 3 and (read_state(run_dir) or {})["status"] != "starting")
@@ -162,10 +163,11 @@ def test_a_run_in_the_background_is_killed_stopped_and_resumed(cluster: Cluster,
     penstock("stop", str(run_dir))
     assert (read_state(run_dir) or {})["status"] == "stopped"
     wait_for(lambda: not leftovers(run_dir))  # its supervisor draws the plots, and leaves the cluster
-    penstock("resume", str(run_dir), "--cluster", cluster.address)
+    steps = num_steps(run_dir) + 3
+    penstock("resume", str(run_dir), f"trainer.steps={steps}", "--cluster", cluster.address)
     trained = trained_tasks(run_dir)
-    assert [len(tasks) for tasks in trained] == [8] * STEPS and not leftovers(run_dir)
-    assert len({task for tasks in trained for task in tasks}) == 8 * STEPS, "each of them once"
+    assert [len(tasks) for tasks in trained] == [8] * steps and not leftovers(run_dir)
+    assert len({task for tasks in trained for task in tasks}) == 8 * steps, "each of them once"
 
 
 def penstock(*words: str) -> str:

@@ -306,8 +306,9 @@ class TrainerConfig(Section):
     `optimizer`: the moments, 8 of the 16 bytes per trained weight. Each step brings those of some weights at a time to
     the device and back. The bus needs most of a second for a billion weights."""
     compile: bool = False
-    """Compile the layers of the trainer's models, for any number of tokens. A layer then has a third of the kernels,
-    which pays on accelerators where kernels are short. The first passes take a minute or more."""
+    """Compile the layers of the trainer's models, and what lies between the products of a large output layer, for any
+    number of tokens. A layer then has a third of the kernels, which pays on accelerators where kernels are short.
+    The first passes take a minute or more."""
     router_replay: bool = True
     """For a policy with experts: compute each token with the experts with which the servers computed it (R3, arXiv
     2510.11370). Else near-ties of a router fall differently in engine and trainer, and their log-probabilities differ.

@@ -24,6 +24,7 @@ from penstock.config import Config, ConfigError
 from penstock.config.environments import AtroposOptions
 from penstock.envs.pushed_group_exchange import Exchange
 from penstock.model.chat import ChatTokenizer
+from penstock.observe.jsonl import write_json
 from penstock.ports.environment import PolicyClient
 from penstock.processes.env_worker import Worker
 from penstock.processes.layout import model_dir
@@ -98,5 +99,5 @@ def _bind(options: AtroposOptions, run_dir: Path) -> socket.socket:
     except CannotListen as error:
         raise ConfigError(f"env.options.port: {error}; choose another, or 0 to let the system choose") from None
     port = listener.getsockname()[1]
-    file.write_bytes(msgspec.json.encode({"url": url_of(LOOPBACK, port), "port": port}))
+    write_json(file, {"url": url_of(LOOPBACK, port), "port": port})
     return listener

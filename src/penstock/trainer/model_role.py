@@ -21,6 +21,7 @@ from penstock.groups.batch import Batch
 from penstock.model.compute import BusyClock
 from penstock.ticks import tick
 from penstock.trainer.forward import pass_cost, recompute_activations, shares_prefixes
+from penstock.trainer.output_layer import compile_output_layer
 from penstock.trainer.packing import PASSES, Ints, MicroBatch, TokenTable, flatten, micro_batches, per_sample
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.router_replay import install
@@ -115,6 +116,7 @@ class ModelRole(ABC):
         self._device = self._strategy.device
         if config.compile:
             compile_layers(model)
+            compile_output_layer(model)
         max_tokens = config.tokens_per_microbatch
         self._passes = Passes(model, self._strategy, max_tokens=max_tokens, share_prefixes=self.shares_prefixes)
         self._max_staleness, self._segments = max_staleness, config.objective.segments

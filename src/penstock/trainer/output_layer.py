@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.nn import Linear, Module
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 CHUNK_ELEMENTS = 2**26
-"""Logits per chunk."""
+"""Logits per chunk whose products are in float32; twice as many in half precision."""
 PROBE_WIDTH = 8
 """Width and vocabulary of the small output layer that shows what a model does to its logits."""
 NAMED_FACTORS: dict[str, Callable[[float], float]] = {
@@ -56,6 +57,8 @@ class OutputLayer(NamedTuple):
 
     head: Linear
     scaling: Scaling
+    is_compiled: bool = False
+    """Whether the work between the products is compiled to one kernel."""
 
     @classmethod
     def of(cls, model: Any) -> OutputLayer | None:
@@ -67,7 +70,7 @@ class OutputLayer(NamedTuple):
         if model not in _SCALINGS:
             _SCALINGS[model] = _scaling_of(model)
         scaling = _SCALINGS[model]
-        return cls(head, scaling) if scaling is not None else None
+        return cls(head, scaling, is_compiled=model in _COMPILED) if scaling is not None else None
 
     def statistics(
         self,
@@ -78,7 +81,7 @@ class OutputLayer(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """Return (log pi(chosen), H(pi)), both [num_tokens] in float32, as `token_statistics` does."""
         divisor = temperature[:, None] if isinstance(temperature, Tensor) else temperature
-        arguments = (hidden, self.head.weight, self.head.bias, chosen, divisor, self.scaling)
+        arguments = (hidden, self.head.weight, self.head.bias, chosen, divisor, self.scaling, self.is_compiled)
         found: tuple[Tensor, Tensor] = _Chunks.apply(*arguments)  # type: ignore[no-untyped-call]
         return found
 
@@ -92,8 +95,12 @@ def gathered(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 def entropies(log_pi: Tensor) -> Tensor:
     """Return the entropy of each row of log-probabilities, in nats. [n, vocab] -> [n]"""
-    parts = (log_pi[rows] for rows in _chunks(*log_pi.shape))
-    return torch.cat([-part.exp().mul_(part).nan_to_num_(nan=0.0).sum(dim=-1) for part in parts])  # 0 * log 0 = 0
+    return torch.cat([_entropies(log_pi[rows]) for rows in _chunks(log_pi)])
+
+
+def compile_output_layer(model: Any) -> None:
+    """Compile what lies between the products of the output layer of `model`, when it is first used."""
+    _COMPILED.add(model)
 
 
 class _Chunks(torch.autograd.Function):
@@ -108,13 +115,15 @@ class _Chunks(torch.autograd.Function):
         chosen: Tensor,  # [num_tokens]
         divisor: float | Tensor,  # [num_tokens, 1]
         scaling: Scaling,
+        is_compiled: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, bias, chosen, divisor if isinstance(divisor, Tensor) else None)
-        ctx.divisor, ctx.scaling = divisor, scaling
+        ctx.divisor, ctx.scaling, ctx.is_compiled = divisor, scaling, is_compiled
         used = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        statistics = _compiled(_statistics) if is_compiled else _statistics
         parts = [
-            gathered(_divided(_logits(hidden[rows], *used, scaling), divisor, rows), chosen[rows])
-            for rows in _chunks(len(hidden), len(weight))
+            statistics(nn.functional.linear(hidden[rows], *used), chosen[rows], _of_rows(divisor, rows), scaling)
+            for rows in _chunks(hidden, len(weight))
         ]
         logprobs, entropy = (torch.cat(each) for each in zip(*parts, strict=True))
         ctx.mark_non_differentiable(entropy)
@@ -130,46 +139,72 @@ class _Chunks(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
-        for rows in _chunks(len(hidden), len(weight)):
+        flows = _compiled(_flow) if ctx.is_compiled else _flow
+        for rows in _chunks(hidden, len(weight)):
             part = hidden[rows]
-            logits = _logits(part, *used, scaling)
-            slope = None if scaling.cap is None else 1.0 - (logits / scaling.cap) ** 2
-            logits = _divided(logits, divisor, rows)
-            flow = torch.softmax(logits, dim=-1).neg_()  # d log pi(chosen) / d logits = one-hot - pi
-            del logits
-            flow.scatter_add_(1, chosen[rows, None], torch.ones_like(flow[:, :1]))
-            flow *= _divided(grad[rows, None] * scaling.factor, divisor, rows)
-            if slope is not None:
-                flow *= slope
-            flow = flow.to(hidden.dtype)
+            flow = flows(
+                nn.functional.linear(part, *used), chosen[rows], _of_rows(divisor, rows), scaling, grad[rows, None]
+            )
             if grad_hidden is not None:
                 torch.mm(flow, used[0], out=grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight += flow.T @ part
             if grad_bias is not None:
                 grad_bias += flow.sum(dim=0)
-        return grad_hidden, _like(grad_weight, weight), _like(grad_bias, bias), None, None, None
+        return grad_hidden, _like(grad_weight, weight), _like(grad_bias, bias), None, None, None, None
 
 
 def _like(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
     return None if grad is None else grad.to(parameter.dtype)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
-    """Return the logits of some tokens in float32, before the division by the temperature."""
-    return scaling(nn.functional.linear(hidden, weight, bias).float())
+def _statistics(
+    product: Tensor,  # [n, vocab], of hidden states and weights, in their dtype
+    chosen: Tensor,  # [n]
+    divisor: float | Tensor,  # [n, 1]
+    scaling: Scaling,
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities and entropies of a chunk, both [n] in float32."""
+    log_pi = torch.log_softmax(_divided(scaling(product.float()), divisor), dim=-1)
+    return log_pi.gather(1, chosen[:, None])[:, 0], _entropies(log_pi)
 
 
-def _divided(values: Tensor, divisor: float | Tensor, rows: slice) -> Tensor:
-    if isinstance(divisor, Tensor):
-        return values / divisor[rows]
-    return values if divisor == 1.0 else values / divisor
+def _flow(product: Tensor, chosen: Tensor, divisor: float | Tensor, scaling: Scaling, grad: Tensor) -> Tensor:
+    """Return the gradient of a chunk's products from that of its log-probabilities, [n, 1], in the products' dtype."""
+    logits = scaling(product.float())
+    slope = None if scaling.cap is None else 1.0 - (logits / scaling.cap) ** 2
+    pi = torch.softmax(_divided(logits, divisor), dim=-1)
+    del logits
+    of_chosen = 1.0 - pi.gather(1, chosen[:, None])  # d log pi(chosen) / d logits = one-hot - pi
+    grad = _divided(grad * scaling.factor, divisor)
+    flow, of_chosen = pi.neg_().mul_(grad), of_chosen * grad
+    if slope is not None:
+        flow, of_chosen = flow.mul_(slope), of_chosen * slope.gather(1, chosen[:, None])
+    return flow.to(product.dtype).scatter_(1, chosen[:, None], of_chosen.to(product.dtype))
 
 
-def _chunks(num_tokens: int, vocab: int) -> Iterator[slice]:
-    """Yield the rows of each chunk; one empty chunk if there is no row."""
-    size = max(CHUNK_ELEMENTS // vocab, 1)
-    for start in range(0, max(num_tokens, 1), size):
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _entropies(log_pi: Tensor) -> Tensor:
+    return -log_pi.exp().mul_(log_pi).nan_to_num_(nan=0.0).sum(dim=-1)  # 0 * log 0 = 0
+
+
+def _of_rows(divisor: float | Tensor, rows: slice) -> float | Tensor:
+    return divisor[rows] if isinstance(divisor, Tensor) else divisor
+
+
+def _divided(values: Tensor, divisor: float | Tensor) -> Tensor:
+    return values / divisor if isinstance(divisor, Tensor) or divisor != 1.0 else values
+
+
+def _chunks(values: Tensor, vocab: int | None = None) -> Iterator[slice]:
+    """Yield the rows of each chunk of `values`, [n, width]; one empty chunk if there is no row."""
+    elements = CHUNK_ELEMENTS * torch.float32.itemsize // values.dtype.itemsize
+    size = max(elements // (vocab or values.shape[1]), 1)
+    for start in range(0, max(len(values), 1), size):
         yield slice(start, start + size)
 
 
@@ -181,6 +216,8 @@ def same_as(model: Any, other: Any) -> None:
 
 _SCALINGS: WeakKeyDictionary[Module, Scaling | None] = WeakKeyDictionary()
 """Results of `_scaling_of`."""
+_COMPILED: WeakSet[Module] = WeakSet()
+"""Models whose output layer is compiled."""
 
 
 def _scaling_of(model: Any) -> Scaling | None:
