@@ -37,6 +37,7 @@ from penstock.processes.layout import model_dir, prepare
 from penstock.processes.trainer import trainer_roles
 from penstock.supervisor.janitor import RUNTIME_DIR
 from penstock.trainer.actor_critic import ActorCritic
+from penstock.weights.publication import await_handle
 
 NUM_RANKS = 2
 STRATEGIES = ("ddp", "fsdp")
@@ -84,7 +85,7 @@ def train(num_ranks: int, strategy: str, batch: Batch, steps: int, directory: Pa
             for part in (batch.select(range(cut)), batch.select(range(cut, len(batch)))):
                 ranks.accumulate(part)
             losses.append(ranks.step().metrics["loss"])
-        return Trained(losses, load_file(ranks.publish().path))
+        return Trained(losses, load_file(await_handle(ranks.publish(), waiter="the benchmark").path))
     finally:
         ranks.close()
 

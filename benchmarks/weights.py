@@ -50,6 +50,7 @@ from penstock.rollout.session import HttpSession
 from penstock.rollout.slot_engine import SlotEngine
 from penstock.types import WeightsHandle
 from penstock.weights import shared_memory
+from penstock.weights.publication import WeightsPublisher
 
 MAX_CONTEXT, LONG_CONTEXT = 512, 16384
 BENCHMARK = Benchmark(
@@ -91,10 +92,15 @@ async def ask(session: aiohttp.ClientSession, tokens: int) -> GenerateReply:
 
 
 @contextmanager
-def published() -> Iterator[shared_memory.WeightsPublisher]:
+def published() -> Iterator[WeightsPublisher]:
     """A publisher whose files go with it."""
     with TemporaryDirectory(dir=SHARED_MEMORY) as directory:
-        yield shared_memory.WeightsPublisher(Path(directory))
+        yield WeightsPublisher(Path(directory))
+
+
+def publish_next(publisher: WeightsPublisher, named: Tensors, policy_version: int) -> WeightsHandle:
+    with publisher.open(shared_memory.layout(named), policy_version) as opened:
+        return opened.write_whole(named.items(), policy_version)
 
 
 @asynccontextmanager
@@ -126,7 +132,7 @@ async def tiny_pauses(url: str, tensors: Tensors, streams: int) -> list[float]:
             playing = [asyncio.create_task(others()) for _ in range(CLIENTS - 1)]
             for _ in range(streams):
                 arrived: list[float] = []
-                handle = publisher.publish(tensors, version + 1)
+                handle = publish_next(publisher, tensors, version + 1)
                 updating: asyncio.Task[None] | None = None
                 updated_at = 0
                 async with session.post("/generate", data=body(STREAM_TOKENS, stream=True)) as response:
@@ -139,7 +145,7 @@ async def tiny_pauses(url: str, tensors: Tensors, streams: int) -> list[float]:
                         if (updating is None or updating.done()) and len(arrived) >= updated_at + TOKENS_BETWEEN:
                             if updating is not None:
                                 await updating
-                                handle = publisher.publish(tensors, version + 1)
+                                handle = publish_next(publisher, tensors, version + 1)
                             version, updated_at = version + 1, len(arrived)
                             updating = asyncio.create_task(update(client, handle))
                 if updating is not None:
@@ -192,7 +198,7 @@ async def whole_updates(engine: SlotEngine, rounds: int) -> dict[str, float]:
                 seeds=(0,),
             )
             times = [time.perf_counter()]
-            handle = await asyncio.to_thread(publisher.publish, source, version)
+            handle = await asyncio.to_thread(publish_next, publisher, source, version)
             times.append(time.perf_counter())
             running = asyncio.create_task(runner.generate(request))
             await transaction.begin(handle)
@@ -280,7 +286,7 @@ async def in_a_row(url: str, tensors: Tensors, vocab_size: int, updates: int) ->
 
     with published() as publisher:
         async with connected(url) as (session, client):
-            await update(client, publisher.publish(telling(tensors, 1, vocab_size), 1))
+            await update(client, publish_next(publisher, telling(tensors, 1, vocab_size), 1))
 
             async def play() -> None:
                 nonlocal lost
@@ -293,7 +299,7 @@ async def in_a_row(url: str, tensors: Tensors, vocab_size: int, updates: int) ->
             playing = [asyncio.create_task(play()) for _ in range(REQUESTS)]
             start = time.perf_counter()
             for version in range(2, updates + 2):
-                await update(client, publisher.publish(telling(tensors, version, vocab_size), version))
+                await update(client, publish_next(publisher, telling(tensors, version, vocab_size), version))
             seconds = time.perf_counter() - start
             over = True
             await asyncio.gather(*playing)

@@ -178,6 +178,8 @@ class ModelledTrainer(TrainerWithoutCheckpoints):
         """The step to keep, at each checkpoint."""
         self.save_s = 0.0
         """Seconds of a checkpoint beside training."""
+        self.publish_s = 0.0
+        """Seconds in which weights are written beside training."""
         self.step_s = 0.0
         """Seconds of an optimizer step."""
         self.stepping = asyncio.Event()
@@ -195,8 +197,12 @@ class ModelledTrainer(TrainerWithoutCheckpoints):
         self.version += 1
         return LearnerState(policy_version=self.version, entropy=1.0)
 
-    async def publish(self) -> WeightsHandle:
-        return WeightsHandle(policy_version=self.version, path="none", num_bytes=0, fingerprint="none")
+    async def begin_publish(self) -> int:
+        return self.version
+
+    async def finish_publish(self, policy_version: int) -> WeightsHandle:
+        await asyncio.sleep(self.publish_s)
+        return WeightsHandle(policy_version=policy_version, path="none", num_bytes=0, fingerprint="none")
 
     async def begin_checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
         self._save(directory, best)
@@ -231,6 +237,7 @@ class MortalTrainer:
         self.accumulated: list[int] = []
         self._learner: LearnerState | None = None
         self._saving: asyncio.Future[None] | None = None
+        self._published: dict[int, str] = {}
 
     def kill(self) -> None:
         """Fail the pending calls. A new trainer without state starts at once."""
@@ -305,13 +312,24 @@ class MortalTrainer:
 
         return await self._answer(act)
 
-    async def publish(self) -> WeightsHandle:
-        def act() -> WeightsHandle:
+    async def begin_publish(self) -> int:
+        def act() -> int:
             self.steps_of[self.version] = list(self.steps)
-            fingerprint = repr(self.holds)
-            return WeightsHandle(policy_version=self.version, path="none", num_bytes=0, fingerprint=fingerprint)
+            self._published[self.version] = repr(self.holds)
+            return self.version
 
         return await self._answer(act)
+
+    async def finish_publish(self, policy_version: int) -> WeightsHandle:
+        """Beside other calls."""
+        published, died = self._published, self._died
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._seconds):
+                await died.wait()
+        if died.is_set() or policy_version not in published:
+            raise TrainerLost("killed")
+        fingerprint = published[policy_version]
+        return WeightsHandle(policy_version=policy_version, path="none", num_bytes=0, fingerprint=fingerprint)
 
     async def begin_checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
         def act() -> None:

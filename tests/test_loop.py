@@ -222,12 +222,11 @@ def test_the_checkpoint_with_the_best_validation_is_kept(tmp_path: Path, every: 
     assert run.trainer.best_steps == kept
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
-    run = Run(tmp_path, config(trainer={"steps": 6, "groups_per_step": 8, "checkpoint_every": 1}), mixed(0))
-    run.trainer.save_s = 5.0
+def recorded(run: Run, *names: str) -> list[str]:
+    """Return a list of these calls of the trainer, which grows whenever one has ended."""
     calls: list[str] = []
 
-    def recorded(name: str) -> None:
+    def record(name: str) -> None:
         call = getattr(run.trainer, name)
 
         async def with_record(*arguments: Any, **named: Any) -> Any:
@@ -237,8 +236,27 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 
         setattr(run.trainer, name, with_record)
 
-    for name in ("begin_checkpoint", "finish_checkpoint", "step"):
-        recorded(name)
+    for name in names:
+        record(name)
+    return calls
+
+
+def test_training_goes_on_while_weights_are_written(tmp_path: Path) -> None:
+    trainer = {"steps": 4, "groups_per_step": 8, "checkpoint_every": 9}
+    run = Run(tmp_path, config(scheduler={"max_staleness": 4}, trainer=trainer), mixed(0))
+    run.trainer.publish_s = 30.0
+    calls = recorded(run, "begin_publish", "finish_publish", "accumulate")
+    run_virtual(run.go())
+    begun = calls.index("begin_publish", 1)  # after the weights that it begins with
+    assert "accumulate" in calls[begun : calls.index("finish_publish", begun)]
+    assert calls.count("finish_publish") == calls.count("begin_publish") == 5
+    assert run.trainer.version == 4 and [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(trainer={"steps": 6, "groups_per_step": 8, "checkpoint_every": 1}), mixed(0))
+    run.trainer.save_s = 5.0
+    calls = recorded(run, "begin_checkpoint", "finish_checkpoint", "step")
     run_virtual(run.go())
     saves = [name for name in calls if name != "step"]
     assert saves == ["begin_checkpoint", "finish_checkpoint"] * 6, (

@@ -34,11 +34,11 @@ from penstock.ports.training import TrainerLost
 from penstock.ports.work import Work
 from penstock.scheduler.scheduler import TrainBatch
 from penstock.system import CHECKPOINTS, System
-from penstock.types import LearnerState, PayloadRef, Summaries, WeightsHandle
+from penstock.types import LearnerState, PayloadRef, Summaries
 from penstock.validation import Validation, evaluate
 
-Swaps = asyncio.Queue[tuple[int, WeightsHandle]]
-"""Published weights, each after its optimizer step."""
+Swaps = asyncio.Queue[tuple[int, int]]
+"""(optimizer step, policy_version) of weights that are published."""
 
 PROGRESS_S = 1.0
 """Seconds between two records of metrics in a run without a trainer."""
@@ -147,7 +147,8 @@ def collect(system: System, group: int, ref: PayloadRef | None, episodes: Summar
 
 
 async def train(system: System, swaps: Swaps) -> None:
-    """Accumulate, step, publish and checkpoint until the last step. A checkpoint is completed beside later steps."""
+    """Accumulate, step, publish and checkpoint until the last step. Weights and checkpoints are written beside later
+    steps."""
     if not system.num_steps and system.config.model.warm_start.steps:
         await begin_checkpoint(system)  # so that no later start repeats the warm start
     while not system.done:
@@ -162,9 +163,9 @@ async def train(system: System, swaps: Swaps) -> None:
             continue
         system.stepping = asyncio.create_task(step(system))
         learner = await asyncio.shield(system.stepping)
-        handle = await system.trainer.publish()
+        version = await system.trainer.begin_publish()
         with watch_swap("the swap before"):
-            await swaps.put((system.num_steps, handle))
+            await swaps.put((system.num_steps, version))
         scheduler = system.scheduler
         system.recorder.stepped(system.num_steps, learner, scheduler.ledger.counts(), scheduler.health.metrics())
         for dump in system.dumps:
@@ -200,20 +201,21 @@ async def step(system: System) -> LearnerState:
 
 
 async def swap(system: System, swaps: Swaps, validation: Validation) -> NoReturn:
-    """Bring published weights to the servers, forever."""
+    """Bring weights to the servers when they are written, forever."""
     while True:
         published, holder = "a published policy_version", "the trainer's loop"
         with warn_if_stalled(STALL_WARNING_S, waiter="swap", resource=published, holder=holder):
-            step, handle = await swaps.get()
-        began = asyncio.get_running_loop().time()
+            step, version = await swaps.get()
         try:
+            handle = await system.trainer.finish_publish(version)
+            began = asyncio.get_running_loop().time()
             await system.update_servers(handle)
         except TrainerLost as lost:
-            system.recorder.event("weights_lost", policy_version=handle.policy_version, reason=str(lost))
+            system.recorder.event("weights_lost", policy_version=version, reason=str(lost))
             system.scheduler.mark_weights_lost(str(lost))
         else:
             update_s = asyncio.get_running_loop().time() - began
-            system.scheduler.mark_served(handle.policy_version, update_s=update_s)
+            system.scheduler.mark_served(version, update_s=update_s)
             validation.begin_if_due(step)
         swaps.task_done()
 

@@ -101,7 +101,7 @@ async def regain_weights(system: System) -> None:
         try:
             if not (await system.trainer.state()).begun:
                 break
-            handle = await system.trainer.publish()
+            handle = await _publish(system)
             await system.update_servers(handle)
             system.scheduler.mark_served(handle.policy_version)
             return
@@ -157,7 +157,7 @@ async def _restore(system: System) -> WeightsHandle:
 async def _adopt(system: System, held: TrainerState) -> WeightsHandle:
     """Continue with a trainer that outlived its controller. The controller may have died before it recorded the latest
     step. Feedback, filters and tuned settings are those of the newest checkpoint."""
-    handle = await system.trainer.publish()
+    handle = await _publish(system)
     num_groups = await _restore_groups(system)
     if (point := (await system.trainer.saved(system.run_dir / CHECKPOINTS)).newest) is not None:
         _record_checkpoint(system, point)
@@ -207,7 +207,12 @@ async def _go_back(system: System, point: SavedState | None) -> WeightsHandle:
         await system.trainer.restore(Path(point.directory), step=point.step, policy_version=version, history=history)
     elif warm := await system.trainer.begin(policy_version=version, history=history):
         system.recorder.event("warm_start", **warm)
-    return await system.trainer.publish()
+    return await _publish(system)
+
+
+async def _publish(system: System) -> WeightsHandle:
+    """Write the weights as they are, and return their handle."""
+    return await system.trainer.finish_publish(await system.trainer.begin_publish())
 
 
 async def _revive_groups(system: System, point: SavedState | None) -> list[GroupRecord]:

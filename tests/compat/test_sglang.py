@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 import sglang
 from letters import Letters
+from published import publish
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 from tiny_policy import make_engine, make_request, reference_model, run, until, weights
 
@@ -20,7 +21,6 @@ from penstock.rollout.runner import EngineRunner
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.rollout.sglang_client import SGLangClient
 from penstock.types import UpdateMode
-from penstock.weights.shared_memory import publish
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from published import publish_next
 
 from penstock.config import TinyModelConfig
 from penstock.model.load_policy import load_policy
@@ -14,7 +15,8 @@ from penstock.processes.slot_server import make_update
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.slot_engine import SlotEngine
-from penstock.weights.shared_memory import WeightsPublisher, fingerprint, layout, receive
+from penstock.weights.publication import WeightsPublisher
+from penstock.weights.shared_memory import fingerprint, layout, receive
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -31,7 +33,7 @@ async def test_published_weights_are_what_the_engine_serves(
     runner.start()
     try:
         publisher = WeightsPublisher(tmp_path / "weights")
-        handle = publisher.publish({name: p.to(dtype) for name, p in trained.named_parameters()}, 1)
+        handle = publish_next(publisher, {name: p.to(dtype) for name, p in trained.named_parameters()}, 1)
         expected = layout(runner.engine.parameters())
         update = make_update(runner, lambda handle: receive(handle, expected))
         await update.begin(handle)

@@ -33,11 +33,13 @@ from penstock.control.messages import (
     AskSaved,
     Begin,
     FinishCheckpoint,
+    FinishPublish,
     FoundSaved,
     LearnerStateUpdate,
     Metrics,
     Publish,
     Published,
+    Publishing,
     Restore,
     SaveCheckpoint,
     Step,
@@ -206,7 +208,9 @@ async def test_after_a_rewind_tokens_are_as_old_as_their_weights(
 
 
 async def published(process: TrainerProcess) -> dict[str, torch.Tensor]:
-    answer = await process.handle("controller", Publish())
+    begun = await process.handle("controller", Publish())
+    assert isinstance(begun, Publishing)
+    answer = await process.handle("controller", FinishPublish(policy_version=begun.policy_version))
     assert isinstance(answer, Published)
     return load_file(answer.handle.path)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from published import publish
 from starlette.types import Receive, Scope, Send
 
 from penstock.ports.inference import WeightsOutOfReach
@@ -18,7 +19,7 @@ from penstock.runtime.http_server import bind, listening, url_of
 from penstock.types import WeightsHandle
 from penstock.weights import receiver as receiver_module
 from penstock.weights.receiver import Receiver
-from penstock.weights.shared_memory import WeightsMismatch, layout, publish
+from penstock.weights.shared_memory import WeightsMismatch, layout
 
 NAMED = {"embed": torch.arange(6.0).reshape(2, 3)}
 

@@ -66,6 +66,7 @@ class TimedTrainer(TrainerWithoutCheckpoints):
 
     def __init__(self, trainer: Trainer, timeline: JsonLinesWriter) -> None:
         self._trainer, self._timeline, self._version = trainer, timeline, 0
+        self._began: dict[int, float] = {}
 
     async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
         start = now()
@@ -80,10 +81,13 @@ class TimedTrainer(TrainerWithoutCheckpoints):
         self._write("step", start)
         return state
 
-    async def publish(self) -> WeightsHandle:
-        start = now()
-        handle = await self._trainer.publish()
-        self._write("publish", start)
+    async def begin_publish(self) -> int:
+        self._began[self._version] = now()
+        return await self._trainer.begin_publish()
+
+    async def finish_publish(self, policy_version: int) -> WeightsHandle:
+        handle = await self._trainer.finish_publish(policy_version)
+        self._write("publish", self._began.pop(policy_version))
         return handle
 
     def _write(self, kind: str, start: float) -> None:

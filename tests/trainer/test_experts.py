@@ -27,6 +27,7 @@ from penstock.trainer.memory import learner_bytes, sizes
 from penstock.trainer.rank_balancing import attention_per_token
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.strategy import strategy_of
+from penstock.weights.publication import await_handle
 
 MakeModel = Callable[[], PreTrainedModel]
 ONE_EXPERT = "model.layers.0.mlp.experts.3.gate_proj.weight"
@@ -99,8 +100,10 @@ def test_other_engines_get_the_names_of_published_models(experts_dir: Path, tmp_
         }
     )
     actor = Actor(Rank(0, 1), {}, config=config, place=0, model_dir=experts_dir, weights_dir=tmp_path)
-    handle = actor.publish()
-    assert handle is not None
+    folder = actor.open_weights()
+    assert folder is not None
+    actor.publish(folder)
+    handle = await_handle(folder, waiter="the test")
     published, model = load_file(handle.path), load_policy(experts_dir, weights=True, dtype=torch.bfloat16)
     if engine == "penstock":
         expected = dict(model.named_parameters())

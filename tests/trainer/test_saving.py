@@ -25,6 +25,7 @@ from penstock.trainer import checkpoint, saving
 from penstock.trainer.learner import NAME, Learner
 from penstock.trainer.policy_copy import Exchange, ParityCopy
 from penstock.trainer.prepare import prepare
+from penstock.trainer.shards import WeightRows
 
 ALL_ROLES = {
     "learning_rate": 1e-2,
@@ -105,6 +106,31 @@ def test_a_step_waits_for_the_copy_and_passes_do_not(
     assert not all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
 
 
+def test_a_step_waits_until_published_weights_are_read_and_passes_do_not(
+    make_model: Callable[[], PreTrainedModel], samples: list[Sample]
+) -> None:
+    learner = Learner(make_model(), TrainerConfig(learning_rate=1e-2, warmup_steps=0), max_staleness=9)
+    before = learner.named_weights()
+    before = {name: weight.clone() for name, weight in before.items()}
+    may_read, found = threading.Event(), dict[str, torch.Tensor]()
+
+    def read(weights: list[WeightRows]) -> None:
+        assert may_read.wait(ENOUGH_S)
+        found.update({name: rows.clone() for name, _, rows in weights})
+
+    learner.read_rows(read)
+    learner.accumulate(prepare(samples)[0])
+    stepping = threading.Thread(target=learner.step)
+    stepping.start()
+    stepping.join(0.2)
+    assert stepping.is_alive() and not found
+    may_read.set()
+    stepping.join(ENOUGH_S)
+    assert learner.policy_version == 1 and found.keys() == before.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in before.items())
+    assert not all(torch.equal(found[name], weight) for name, weight in learner.named_weights().items())
+
+
 def test_no_copy_takes_its_turn_while_the_weights_are_saved(
     make_model: Callable[[], PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +167,7 @@ def test_a_copy_that_fails_is_reported_and_stops_no_step(
 
 def test_an_error_in_the_last_moment_is_not_missed() -> None:
     """The thread fails between two looks at it."""
-    saved = saving.Saving({}, lambda _: None)
+    saved = saving.saved({}, lambda _: None)
     assert saved.is_done(ENOUGH_S)
 
     class FailsWhenAsked:
@@ -162,8 +188,8 @@ def test_a_copy_from_the_device_runs_beside_kernels_and_holds_what_came_before()
     values = torch.zeros(1 << 24, device=f"cuda:{torch.cuda.device_count() - 1}")
     values += 1
     found: list[torch.Tensor] = []
-    saved = saving.Saving({"values": values}, lambda copied: found.append(copied["values"]))
-    saved.await_copy()
+    saved = saving.saved({"values": values}, lambda copied: found.append(copied["values"]))
+    saved.await_read()
     values += 1
     assert saved.is_done(ENOUGH_S)
     assert found[0].device.type == "cpu" and bool((found[0] == 1).all())

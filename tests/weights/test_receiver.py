@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 import pytest
 import torch
+from published import publish_next
 from starlette.types import Message, Receive, Scope, Send
 from torch import Tensor
 
@@ -20,8 +21,9 @@ from penstock.runtime.file_service import FileService
 from penstock.runtime.http_server import bind, listening, url_of
 from penstock.types import WeightsHandle
 from penstock.weights import receiver as receiver_module
+from penstock.weights.publication import WeightsPublisher
 from penstock.weights.receiver import Receiver, linked
-from penstock.weights.shared_memory import WeightsMismatch, WeightsPublisher, layout
+from penstock.weights.shared_memory import WeightsMismatch, layout
 
 HERE, THERE = "boot-1", "boot-2"
 SECRET = "rule"
@@ -46,7 +48,7 @@ class Sender:
 
     def published(self, version: int, *, seed: int | None = None) -> WeightsHandle:
         publisher = WeightsPublisher(self.runtime_dir / "weights")
-        handle = publisher.publish(policy(version if seed is None else seed), version)
+        handle = publish_next(publisher, policy(version if seed is None else seed), version)
         return linked(handle, service=self.url, secret=SECRET, machine=THERE)
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:

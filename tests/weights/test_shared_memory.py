@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from published import publish, publish_next
 from safetensors.torch import save_file
 
 from penstock.types import WeightsHandle
+from penstock.weights.publication import WeightsPublisher
 from penstock.weights.shared_memory import (
     WeightsMismatch,
-    WeightsPublisher,
     describe,
     fingerprint,
     layout,
-    publish,
     receive,
 )
 
@@ -50,7 +50,7 @@ def test_the_file_is_mapped_and_outlives_its_name(handle: WeightsHandle) -> None
 def test_only_the_owner_may_read_and_nothing_unfinished_stays(handle: WeightsHandle) -> None:
     path = Path(handle.path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert list(path.parent.iterdir()) == [path]
+    assert {file.name for file in path.parent.iterdir()} == {path.name, "outcome.json"}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_fingerprint_sees_swapped_tensors_and_ignores_order() -> None:
 def test_the_publisher_keeps_three_versions(tmp_path: Path) -> None:
     publisher = WeightsPublisher(tmp_path)
     for version in (1, 2, 3, 4, 4):
-        publisher.publish(weights(), version)
+        publish_next(publisher, weights(), version)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "4"]
 
 

@@ -53,7 +53,7 @@ class TrainerModelConfig(Section):
     step_s: float = Field(1.0, ge=0)
     """Seconds per optimizer step."""
     publish_s: float = Field(0.0, ge=0)
-    """Seconds for writing the weights where servers can read them."""
+    """Seconds for writing the weights where servers can read them, beside training."""
 
 
 class WorkloadConfig(Section):

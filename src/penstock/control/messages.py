@@ -237,11 +237,23 @@ class LearnerStateUpdate(Message, frozen=True, kw_only=True, tag="LEARNER_STATE_
 
 
 class Publish(Message, frozen=True, kw_only=True, tag="PUBLISH"):
-    """Write the current weights where servers can map them."""
+    """Begin to write the current weights where servers can map them."""
+
+
+class Publishing(Message, frozen=True, kw_only=True, tag="PUBLISHING"):
+    """The answer to `Publish`, which means that training may go on: the version of the weights."""
+
+    policy_version: int
+
+
+class FinishPublish(Message, frozen=True, kw_only=True, tag="FINISH_PUBLISH"):
+    """Answer when the weights of this version are complete. The answer may come after those to later messages."""
+
+    policy_version: int
 
 
 class Published(Message, frozen=True, kw_only=True, tag="PUBLISHED"):
-    """The answer to `Publish`: where the weights are."""
+    """The answer to `FinishPublish`: where the weights are."""
 
     handle: WeightsHandle
 

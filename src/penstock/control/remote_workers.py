@@ -65,8 +65,11 @@ class RemoteTrainer:
     async def step(self) -> LearnerState:
         return (await self._ask(messages.Step(), messages.LearnerStateUpdate)).state
 
-    async def publish(self) -> WeightsHandle:
-        return (await self._ask(messages.Publish(), messages.Published)).handle
+    async def begin_publish(self) -> int:
+        return (await self._ask(messages.Publish(), messages.Publishing)).policy_version
+
+    async def finish_publish(self, policy_version: int) -> WeightsHandle:
+        return (await self._ask(messages.FinishPublish(policy_version=policy_version), messages.Published)).handle
 
     async def begin_checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
         message = messages.SaveCheckpoint(directory=str(directory), state=dict(state), best=best)

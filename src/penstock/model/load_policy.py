@@ -107,14 +107,14 @@ def attention_kinds(config: Any) -> set[str]:
 
 
 def with_tied_names(model: PreTrainedModel, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `named` plus a separate copy of each tied weight under each of its other names.
+    """Return `named` plus each tied weight under each of its other names, as the same tensor.
 
     A receiver that does not tie weights expects all names.
     """
     every = dict(model.named_parameters(remove_duplicate=False))
     known = {id(weight): name for name, weight in every.items() if name in named}
     tied = {name: known[id(weight)] for name, weight in every.items() if name not in named and id(weight) in known}
-    return {**named, **{name: named[other].clone() for name, other in tied.items()}}
+    return {**named, **{name: named[other] for name, other in tied.items()}}
 
 
 def with_original_names(model: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

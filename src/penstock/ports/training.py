@@ -51,8 +51,8 @@ class SavedStates(msgspec.Struct, frozen=True, kw_only=True):
 class Trainer(Protocol):
     """A trainer: it accumulates, steps and publishes; it also begins, saves and restores.
 
-    Calls never overlap, except that `finish_checkpoint` may wait beside all others. Each call raises `TrainerLost` if
-    the trainer dies before it answers.
+    Calls never overlap, except that `finish_publish` and `finish_checkpoint` may wait beside all others. Each call
+    raises `TrainerLost` if the trainer dies before it answers.
     """
 
     async def state(self) -> TrainerState:
@@ -81,8 +81,12 @@ class Trainer(Protocol):
     async def step(self) -> LearnerState:
         """Take one optimizer step over all accumulated gradients, normalised by their token count. Version += 1."""
 
-    async def publish(self) -> WeightsHandle:
-        """Write the current weights where servers can map them."""
+    async def begin_publish(self) -> int:
+        """Begin to write the current weights where servers can map them, and return their policy_version. Training may
+        go on at once."""
+
+    async def finish_publish(self, policy_version: int) -> WeightsHandle:
+        """Wait until the weights of this version, one of the newest three, are complete."""
 
     async def begin_checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
         """Begin to save weights, optimizer and RNG as they are now, and the caller's `state`, atomically under

@@ -57,6 +57,7 @@ from penstock.trainer.prepare import prepare
 from penstock.trainer.warm_start import warm_start
 from penstock.types import GroupRef, LearnerState, Task, WeightsHandle
 from penstock.version_history import VersionHistory
+from penstock.weights.publication import KEPT_VERSIONS, Watch, await_handle, handle_in
 from penstock.weights.receiver import linked
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ SAVING = "SaveCheckpoint"
 LOOK_EVERY_S = 0.05
 """Seconds between two looks whether all ranks have written their files."""
 
-Kind = Literal["train", "step", "publish", "checkpoint", "warm_start", "restore"]
+Kind = Literal["train", "step", "checkpoint", "warm_start", "restore"]
 WORKERS: Mapping[str, type[TrainerRank]] = {"actor": Actor, "critic": CriticRank, "reference": ReferenceRank}
 
 Start = Callable[[Mapping[str, Role], Sequence[int]], Backend]
@@ -114,6 +115,8 @@ class TrainerProcess(Member):
         self._latest: LearnerState | None = None
         self._trained: list[int] = []
         self._accumulated: list[int] = []
+        self._published: dict[int, tuple[float, Path]] = {}
+        """(begin in seconds since the epoch, folder) by version, of the newest ones."""
         self._unfinished: Unfinished | None = None
         self._saving: asyncio.Task[None] | None = None
         """The end of the latest checkpoint. It waits for the files that the ranks write, and then completes it."""
@@ -159,6 +162,10 @@ class TrainerProcess(Member):
             case messages.FinishCheckpoint():
                 await self._finish_saving()
                 return None
+            case messages.FinishPublish(policy_version=version) if version not in self._published:
+                return messages.HoldsNothing()
+            case messages.FinishPublish(policy_version=version):
+                return messages.Published(handle=self._link(await self._complete_publication(version)))
             case messages.SaveCheckpoint() | messages.AskSaved() | messages.Restore():
                 await self._finish_saving()
         resource = f"the end of {type(message).__name__}"
@@ -189,6 +196,21 @@ class TrainerProcess(Member):
             unfinished.discard()
             raise
         logger.info("saved the checkpoint %s in %.3f s, beside training", message.directory, time.time() - start)
+
+    async def _complete_publication(self, version: int) -> WeightsHandle:
+        """Wait until the weights of a version are complete, and return their handle. Raises `NotPublished`."""
+        begun, folder = self._published[version]
+        watch = Watch(folder, waiter=self._child.name)
+        with heard_by(self._ticked):
+            while (handle := handle_in(folder)) is None:  # noqa: ASYNC110 - ranks in other processes write it
+                await asyncio.sleep(watch.look())
+        end = time.time()
+        span = BusySpan(process=self._child.name, kind="publish", start=begun, end=end, policy_version=version)
+        self._spans.append(span)
+        self._published_log.info(
+            f"published the weights of policy_version {version}: {handle.num_bytes:,} bytes in {end - begun:.3f} s"
+        )
+        return handle
 
     def _watch_disk(self) -> AbstractContextManager[None]:
         """Report if the files of a checkpoint take long."""
@@ -241,15 +263,14 @@ class TrainerProcess(Member):
             case messages.Step():
                 return self._step()
             case messages.Publish():
-                with self._span("publish") as start:
-                    handle = self._ranks.publish()
-                    if self._takes_turns:
-                        self._ranks.release()
-                self._published_log.info(
-                    f"published the weights of policy_version {handle.policy_version}: {handle.num_bytes:,} bytes in "
-                    f"{time.time() - start:.3f} s"
-                )
-                return messages.Published(handle=self._link(handle))
+                begun = time.time()
+                folder, version = self._ranks.publish(), self._ranks.policy_version
+                published = {**self._published, version: (begun, folder)}
+                self._published = {kept: published[kept] for kept in sorted(published)[-KEPT_VERSIONS:]}
+                if self._takes_turns:
+                    await_handle(folder, waiter=self._child.name)
+                    self._ranks.release()
+                return messages.Publishing(policy_version=version)
             case messages.SaveCheckpoint(directory=directory, state=saved):
                 with self._span("checkpoint"):
                     step, version = int(saved["step"]), self._ranks.policy_version

@@ -7,14 +7,14 @@ work takes part with an empty batch. Roles that share processes form one group o
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.config import Config, TrainerConfig
@@ -24,23 +24,25 @@ from penstock.groups.intent import PerRank, Shard
 from penstock.groups.method import remote_method
 from penstock.groups.modes import Execute, Mode
 from penstock.groups.role import Rank
-from penstock.model.load_policy import hollow_policy, load_policy, resolve_dtype, with_original_names, with_tied_names
+from penstock.model.load_policy import hollow_policy, load_policy, resolve_dtype
 from penstock.own_files import remove_tree
 from penstock.processes.devices import device_of, num_threads, num_usable_cpus
 from penstock.processes.layout import places, trainer_nodes
+from penstock.processes.published_form import PublishedForm
 from penstock.scheduler.segments import max_trained_tokens
 from penstock.supervisor.child import ADDRESS
 from penstock.supervisor.janitor import RUNTIME_DIR
 from penstock.trainer.critic import Critic
 from penstock.trainer.learner import Learner
+from penstock.trainer.lora import plain_parameters
 from penstock.trainer.memory import decided
 from penstock.trainer.model_role import ModelRole
 from penstock.trainer.ranks import Ranks, Rendezvous
 from penstock.trainer.reference import Reference
+from penstock.trainer.shards import WeightRows
 from penstock.trainer.strategy import is_sharded
 from penstock.trainer.warm_start import Imitation
-from penstock.types import WeightsHandle
-from penstock.weights.shared_memory import WeightsPublisher
+from penstock.weights.publication import Publication, WeightsPublisher
 
 LOOPBACK = "127.0.0.1"
 Held = TypeVar("Held", Critic, Reference)
@@ -183,15 +185,41 @@ class Actor(TrainerRank):
     write_policy = of_held(Learner.write_policy)
 
     @remote_method(collect=first)
-    def publish(self) -> WeightsHandle | None:
-        """Gather the weights from all ranks and write them on rank 0, in the form that servers load.
+    def open_weights(self) -> Path | None:
+        """On rank 0, make the file of the present weights, in the form that servers load, and return its folder."""
+        form, version = self._form, self._held.policy_version
+        return None if self._publisher is None else self._publisher.open(form.layout, version).folder
 
-        Return the handle on rank 0 and None on the other ranks.
+    @remote_method()
+    def publish(self, folder: Path) -> None:
+        """Write the present weights to the file that `open_weights` made.
+
+        If every rank can write its own rows, this only begins it, and other calls may follow at once. Else rank 0
+        writes the weights one by one, gathered from all ranks.
         """
-        gathered = self._held.named_weights()
-        if self._publisher is None:
-            return None
-        return self._publisher.publish(self._served(gathered), self._held.policy_version)
+        publication, held = Publication(folder, self._form.layout), self._held
+        if self._share_node and self._form.names is not None and self._config.trainer.lora is None:
+            held.read_rows(partial(self._write_rows, publication, held.policy_version))
+            return
+        gathered = ((name, tensor.to(self._dtype)) for name, tensor in held.gathered_weights())
+        if not self._ranks.is_first:
+            deque(gathered, maxlen=0)  # the other ranks only take part
+            return
+        with publication:
+            publication.write_whole(self._form.converted(gathered), held.policy_version)
+
+    def _write_rows(self, publication: Publication, policy_version: int, weights: list[WeightRows]) -> None:
+        shard, names = self._held.shard, self._form.names
+        assert names is not None
+        if not shard.is_saved:
+            return
+        with publication:
+            for weight in weights:
+                for name in names[weight.name]:
+                    publication.write(name, weight.rows, weight.first_row)
+            publication.written(shard.number)
+            if shard.number == 0:
+                publication.finish(policy_version, shard.num_shards)
 
     @remote_method()
     def read(self, directory: Path, policy_version: int) -> None:
@@ -224,12 +252,10 @@ class Actor(TrainerRank):
             ranks=self._ranks,
         )
 
-    def _served(self, gathered: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return weights in the dtype of the servers, and for other engines under the names of published models."""
-        named, engine = {name: tensor.to(self._dtype) for name, tensor in gathered.items()}, self._config.rollout.engine
-        if engine == "penstock":
-            return named
-        return with_original_names(self._model, with_tied_names(self._model, named) if engine == "vllm" else named)
+    @cached_property
+    def _form(self) -> PublishedForm:
+        parameters = dict(plain_parameters(self._held.model))
+        return PublishedForm.of(self._model, parameters, engine=self._config.rollout.engine, dtype=self._dtype)
 
 
 class PolicyCopyRank(TrainerRank, Generic[Held]):

@@ -83,7 +83,7 @@ class RecordedRun:
     def between_calls_s(self) -> float:
         """Return the seconds between two spans of the trainer when the trainer is not kept waiting: the 10th percentile
         of all gaps."""
-        own = sorted((s["start"], s["end"]) for s in self.spans if s["kind"] in ("train", "step", "publish"))
+        own = sorted((s["start"], s["end"]) for s in self.spans if s["kind"] in ("train", "step"))
         gaps = [later[0] - sooner[1] for sooner, later in pairwise(own)]
         return max(float(np.percentile(gaps, 10)), 0.0) if gaps else 0.0
 
@@ -198,7 +198,7 @@ def measured(run: RecordedRun) -> dict[str, float]:
     return {
         "samples_per_s": (last["ledger"]["trained"] - first["ledger"]["trained"]) / (end - start),
         "generator_busy": run.busy_within(["generate"], start, end) / (end - start) / servers,
-        "trainer_busy": run.busy_within(["train", "step", "publish"], start, end) / (end - start),
+        "trainer_busy": run.busy_within(["train", "step"], start, end) / (end - start),
         "episode_s": run.mean_episode_s(),
     }
 
@@ -254,7 +254,7 @@ def fit_trainer(run: RecordedRun) -> TrainerModelConfig:
         token_s=token_s,
         call_s=call_s + between_s,
         step_s=_mean(run.durations("step")) + between_s,
-        publish_s=_mean(run.durations("publish")) + between_s,
+        publish_s=_mean(run.durations("publish")),
     )
 
 

@@ -131,7 +131,7 @@ def limits(config: Config, population: Population, *, kept: float, kept_tokens: 
     parts.
 
         generation = kept * servers / (E[L] * d(K, c) / K + E[P] * prefill_token_s)
-        training   = 1 / (token_s * (E[L'] + E[prompt]) + (call_s + step_s + publish_s) / samples per step)
+        training   = 1 / (token_s * (E[L'] + E[prompt]) + (call_s + step_s) / samples per step)
         X*         = min(generation, training),   or 1 / (1 / generation + 1 / training) on shared devices
 
     K: the slots of a server, or as many sequences as its memory holds at mean length.
@@ -158,7 +158,7 @@ def _generation(config: Config, population: Population) -> float:
 def _training(config: Config, tokens: float) -> float:
     """Return the training rate for samples with `tokens` tokens, prompt included."""
     times, batch = config.simulator.trainer, config.trainer.groups_per_step * config.env.group_size
-    sample_s = times.token_s * tokens + (times.call_s + times.step_s + times.publish_s) / batch
+    sample_s = times.token_s * tokens + (times.call_s + times.step_s) / batch
     return 1 / max(sample_s, 1e-12)
 
 

@@ -42,14 +42,16 @@ class TrainerWithoutCheckpoints:
 
 
 class TrainerModel(TrainerWithoutCheckpoints):
-    """A `ports.Trainer` that takes call_s per call plus token_s per token for gradients, step_s per step and publish_s
-    per publication."""
+    """A `ports.Trainer` that takes call_s per call plus token_s per token for gradients, and step_s per step. Weights
+    are written for publish_s beside that; a step waits for it."""
 
     def __init__(self, model: TrainerModelConfig, experience: Experience) -> None:
         self._model, self._experience = model, experience
         self._version = 0
         self._tokens = 0
         self.busy_s = 0.0
+        self._written_at = 0.0
+        """When the newest weights are written."""
 
     async def accumulate(self, groups: Sequence[GroupRef]) -> Mapping[str, float]:
         costs = [self._experience.train(ref, self._version) for ref in groups]
@@ -60,15 +62,24 @@ class TrainerModel(TrainerWithoutCheckpoints):
         return {"tokens": float(trained), "tokens_masked_stale": float(masked)}
 
     async def step(self) -> LearnerState:
+        await self._until_written()
         await self._work(self._model.step_s)
         entropy = ENTROPY_LAST + (ENTROPY_FIRST - ENTROPY_LAST) * math.exp(-self._version / ENTROPY_STEPS)
         self._version += 1
         tokens, self._tokens = self._tokens, 0
         return LearnerState(policy_version=self._version, entropy=entropy, metrics={"tokens": float(tokens)})
 
-    async def publish(self) -> WeightsHandle:
-        await self._work(self._model.publish_s)
-        return WeightsHandle(policy_version=self._version, path="simulated", num_bytes=0, fingerprint="simulated")
+    async def begin_publish(self) -> int:
+        self._written_at = asyncio.get_running_loop().time() + self._model.publish_s
+        return self._version
+
+    async def finish_publish(self, policy_version: int) -> WeightsHandle:
+        await self._until_written()
+        return WeightsHandle(policy_version=policy_version, path="simulated", num_bytes=0, fingerprint="simulated")
+
+    async def _until_written(self) -> None:
+        """Wait for the newest weights. Older ones are written before."""
+        await asyncio.sleep(max(self._written_at - asyncio.get_running_loop().time(), 0.0))
 
     async def _work(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

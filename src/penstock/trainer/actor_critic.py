@@ -24,7 +24,7 @@ from penstock.groups.fused import Roles
 from penstock.trainer.critic import whitened, with_values
 from penstock.trainer.packing import PASSES
 from penstock.trainer.rank_balancing import Work, split_over_ranks
-from penstock.types import LearnerState, WeightsHandle
+from penstock.types import LearnerState
 
 INPUTS = ("token_ids", "loss_mask", "versions", "temperatures", PASSES)
 """Columns that critic and reference need, if the batch has them."""
@@ -98,10 +98,12 @@ class ActorCritic:
         self._others_s, self.policy_version = 0.0, state.policy_version
         return replace(state, metrics=metrics)
 
-    def publish(self) -> WeightsHandle:
-        """Write the weights in the format that servers load, and return their handle."""
-        handle: WeightsHandle = self._actor.publish()
-        return handle
+    def publish(self) -> Path:
+        """Begin to write the weights in the format that servers load, and return the folder where their handle will
+        be."""
+        folder: Path = self._actor.open_weights()
+        self._actor.publish(folder)
+        return folder
 
     def write(self, directory: Path) -> None:
         """Begin to write the complete state of all roles at the last step boundary as files."""

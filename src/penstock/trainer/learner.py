@@ -40,7 +40,8 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,14 @@ from penstock.groups.batch import Batch
 from penstock.trainer.canaries import Canaries
 from penstock.trainer.criterion import Criterion
 from penstock.trainer.forward import token_logprobs
-from penstock.trainer.lora import adapted_parameters, attach, is_adapter, merged_weights, write_adapters
+from penstock.trainer.lora import (
+    adapted_parameters,
+    attach,
+    is_adapter,
+    merged_weights,
+    plain_parameters,
+    write_adapters,
+)
 from penstock.trainer.losses.objective import batch_mask
 from penstock.trainer.losses.parts import denominator
 from penstock.trainer.model_role import ModelRole
@@ -67,8 +75,10 @@ from penstock.trainer.packing import MicroBatch, flatten, on_device, per_sample
 from penstock.trainer.rank_balancing import Work, attention_per_token
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.router_replay import replay_of
-from penstock.trainer.shards import joined, load_parameters, read_state, whole
+from penstock.trainer.saving import Reader
+from penstock.trainer.shards import WeightRows, first_row, joined, load_parameters, local, read_state, whole
 from penstock.trainer.statistics import StepStatistics
+from penstock.trainer.strategy import Shard
 from penstock.types import LearnerState
 
 NAME = "learner"
@@ -323,14 +333,32 @@ class Learner(ModelRole):
     def named_weights(self) -> dict[str, Tensor]:
         """Return the parameters by name, adapters merged, each tied parameter once; empty except on rank 0.
 
-        All ranks must call this. Tensors are gathered one at a time, so that the other ranks never hold all of them.
+        All ranks must call this.
         """
         found = {}
-        for name, tensor in merged_weights(self.model).items():
-            gathered = whole(tensor)
+        for name, tensor in self.gathered_weights():
             if self._ranks.is_first:
-                found[name] = gathered
+                found[name] = tensor
         return found
+
+    def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters by name, adapters merged, each tied parameter once, gathered from all ranks one at a
+        time. All ranks must take all of them."""
+        for name, tensor in merged_weights(self.model):
+            yield name, whole(tensor)
+
+    def read_rows(self, read: Callable[[list[WeightRows]], None]) -> None:
+        """Begin `read` with this rank's rows of all weights, on a thread of its own. Calls that change the weights wait
+        until it returns. The model has no adapters."""
+        if self._publishing is not None:
+            self._publishing.await_read()
+        rows = [WeightRows(name, first_row(each), local(each)) for name, each in plain_parameters(self.model)]
+        self._publishing = Reader(partial(read, rows), device=self._device, purpose="published weights")
+
+    @property
+    def shard(self) -> Shard:
+        """Which rows this rank holds."""
+        return self._strategy.shard
 
     def _modules(self) -> Sequence[Module]:
         return [self.model, *self._criterion.copies]
@@ -369,7 +397,7 @@ class Learner(ModelRole):
                 self._export_adapters(copied[ADAPTED], directory)
             self._write_state(copied, directory, NAME)
 
-        parts = {POLICY: merged_weights(self.model), ADAPTED: adapted_parameters(self.model)}
+        parts = {POLICY: dict(merged_weights(self.model)), ADAPTED: adapted_parameters(self.model)}
         self._save(self._progress() | parts, write)
 
     def join_shards(self, directory: Path) -> None:

@@ -129,22 +129,24 @@ def _shared(model: PreTrainedModel) -> str | None:
     return next((name.partition(".base_layer.")[0] for name in shared), None)
 
 
-def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return all weights of the model, adapters merged, under their names without adapters."""
+def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield all weights of the model by name, adapters merged, under their names without adapters."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
-    merged = {}
+    for name, weight in plain_parameters(model):
+        module, _, attribute = name.rpartition(".")
+        if module in layers and attribute == "weight":
+            change = layers[module].get_delta_weight(ADAPTER).detach()
+            change = like(change, weight) if isinstance(change, DTensor) else change
+            yield name, (weight + change).to(weight.dtype)
+        else:
+            yield name, weight
+
+
+def plain_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters except the adapters, under the names that they have without adapters."""
     for name, parameter in model.named_parameters():
-        module, _, attribute = name.rpartition(".base_layer.")
-        if module in layers:
-            whole = parameter.detach()
-            if attribute == "weight":
-                change = layers[module].get_delta_weight(ADAPTER).detach()
-                change = like(change, whole) if isinstance(change, DTensor) else change
-                whole = (whole + change).to(whole.dtype)
-            merged[f"{module}.{attribute}"] = whole
-        elif not is_adapter(name):
-            merged[name] = parameter.detach()
-    return merged
+        if not is_adapter(name):
+            yield name.replace(".base_layer.", "."), parameter.detach()
 
 
 def adapted_parameters(model: PreTrainedModel) -> dict[str, Tensor]:

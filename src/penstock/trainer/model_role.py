@@ -25,7 +25,7 @@ from penstock.trainer.output_layer import compile_output_layer
 from penstock.trainer.packing import PASSES, Ints, MicroBatch, TokenTable, flatten, micro_batches, per_sample
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.router_replay import install
-from penstock.trainer.saving import Saving
+from penstock.trainer.saving import Reader, saved
 from penstock.trainer.shards import write_state
 from penstock.trainer.strategy import Strategy, compile_layers, strategy_of
 
@@ -121,7 +121,8 @@ class ModelRole(ABC):
         self._passes = Passes(model, self._strategy, max_tokens=max_tokens, share_prefixes=self.shares_prefixes)
         self._max_staleness, self._segments = max_staleness, config.objective.segments
         self.busy = BusyClock(self._device)
-        self._saving: Saving | None = None
+        self._saving: Reader | None = None
+        self._publishing: Reader | None = None
         self._released: Sequence[Module] = ()
         self._released_states: list[tuple[dict[str, Any], str]] = []
         """(a parameter's optimizer state, entry name) for each entry that was on the device."""
@@ -180,16 +181,17 @@ class ModelRole(ABC):
         """Begin to save this rank's part of `state`: `write` gets a copy of it. If another rank saves the same part,
         this does nothing."""
         if self._strategy.shard.is_saved:
-            self._saving = Saving(state, write)
+            self._saving = saved(state, write)
 
     def _write_state(self, own: Mapping[str, Any], directory: Path, name: str) -> None:
         shard = self._strategy.shard
         write_state(own, directory, name, shard=shard.number, num_shards=shard.num_shards)
 
     def _await_copy(self) -> None:
-        """Wait until the state that is being saved may change."""
-        if self._saving is not None:
-            self._saving.await_copy()
+        """Wait until the state that is being saved or published may change."""
+        for reader in (self._saving, self._publishing):
+            if reader is not None:
+                reader.await_read()
 
     def _table(self, batch: Batch, trained: Bools) -> TokenTable:
         """Return the tokens of a batch from `prepare`, or of a rank's part of it. `trained`: see `TokenTable.build`."""

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,14 @@ class Saved:
         return torch.cat(found)
 
 
+class WeightRows(NamedTuple):
+    """A run of rows of a weight."""
+
+    name: str
+    first_row: int
+    rows: Tensor
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor. If it is sharded, all ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -63,6 +71,14 @@ def whole(tensor: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def first_row(tensor: Tensor) -> int:
+    """Return the number of the first row of this rank's part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    shards = tensor.device_mesh[SHARDS]
+    return shards.get_local_rank() * -(-tensor.shape[0] // shards.size())
 
 
 def assign(target: Tensor, value: Tensor | Saved) -> None:
@@ -81,9 +97,8 @@ def like(value: Tensor | Saved, model: Tensor) -> Any:
         return value.whole() if isinstance(value, Saved) else value
     if isinstance(value, DTensor):
         return value.redistribute(model.device_mesh, model.placements)
-    shards = model.device_mesh[SHARDS]
-    num_rows = -(-value.shape[0] // shards.size())
-    start = shards.get_local_rank() * num_rows
+    start = first_row(model)
+    num_rows = -(-value.shape[0] // model.device_mesh[SHARDS].size())
     mine = value.rows(start, start + num_rows) if isinstance(value, Saved) else value[start : start + num_rows]
     local = mine.to(model.device, model.dtype).contiguous()
     return DTensor.from_local(local, model.device_mesh, model.placements, shape=model.shape, stride=model.stride())

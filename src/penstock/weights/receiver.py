@@ -28,7 +28,7 @@ from torch import Tensor
 from penstock.ports.inference import WeightsOutOfReach
 from penstock.runtime.file_service import WEIGHTS, FileUnavailable, link, read_range, without_token
 from penstock.types import WeightsHandle
-from penstock.weights.shared_memory import Layout, WeightsMismatch, published_file, receive
+from penstock.weights.shared_memory import Layout, WeightsMismatch, file_in, receive
 
 MAX_SILENCE_S = 15.0
 """Time limit since the last received piece, for a silent sender and for a neighbour that reads the file."""
@@ -49,7 +49,7 @@ def linked(handle: WeightsHandle, *, service: str, secret: str, machine: str) ->
 
     `service`: address of this machine's file service. `machine`: this machine's boot id.
     """
-    path = published_file(Path(WEIGHTS), handle.policy_version)
+    path = file_in(Path(WEIGHTS) / str(handle.policy_version))
     return replace(handle, machine=machine, url=link(service, str(path), secret))
 
 

@@ -19,6 +19,7 @@ from penstock.control.messages import (
     AskState,
     Begin,
     FinishCheckpoint,
+    FinishPublish,
     FoundSaved,
     HeldState,
     HoldsNothing,
@@ -26,6 +27,7 @@ from penstock.control.messages import (
     Metrics,
     Publish,
     Published,
+    Publishing,
     Restore,
     SaveCheckpoint,
     Step,
@@ -73,6 +75,8 @@ class TrainerProcess(bus_client.Member):
         self._config, self._child, self._injector = config, child, injector
         self._thread, self._saver = ThreadPoolExecutor(max_workers=1), ThreadPoolExecutor(max_workers=1)
         self._saving: Future[None] | None = None
+        self._writer = ThreadPoolExecutor(max_workers=1)
+        self._publishing: dict[int, Future[WeightsHandle]] = {}
         self._pool = PayloadReader(child.run_dir / "pool")
         self._weights = Weights(injector)
         self._begun = False
@@ -90,6 +94,10 @@ class TrainerProcess(bus_client.Member):
             await asyncio.wrap_future(self._saving)
         if isinstance(message, FinishCheckpoint):
             return HoldsNothing() if self._saving is None else None
+        if isinstance(message, FinishPublish):
+            if (publishing := self._publishing.get(message.policy_version)) is None:
+                return HoldsNothing()
+            return Published(handle=await asyncio.wrap_future(publishing))
         reply = await asyncio.get_running_loop().run_in_executor(self._thread, self._act, message)
         self._num_acts += 1
         return reply
@@ -117,7 +125,10 @@ class TrainerProcess(bus_client.Member):
             case Step():
                 return self._step()
             case Publish():
-                return Published(handle=self._publish())
+                version, learner = self._weights.policy_version, self._learner
+                begun = self._writer.submit(self._publish, version, [*self._weights.holds], learner is not None)
+                self._publishing[version] = begun
+                return Publishing(policy_version=version)
             case SaveCheckpoint(directory=directory, state=state, best=best):
                 step, version = int(state["step"]), self._weights.policy_version
                 unfinished = checkpoint.Unfinished(Path(directory).parent, step, policy_version=version, extra=state)
@@ -144,20 +155,17 @@ class TrainerProcess(bus_client.Member):
         self._learner = LearnerState(policy_version=weights.policy_version, entropy=1.0)
         return LearnerStateUpdate(state=self._learner)
 
-    def _publish(self) -> WeightsHandle:
+    def _publish(self, policy_version: int, holds: list[list[int]], has_learnt: bool) -> WeightsHandle:
+        """Write weights beside training."""
         directory = self._child.runtime_dir / "weights"
         directory.mkdir(exist_ok=True)
-        weights = {"policy_version": self._weights.policy_version, "holds": self._weights.holds}
-        path = directory / f"{self._weights.policy_version}.json"
-        if self._learner is not None:
+        path = directory / f"{policy_version}.json"
+        if has_learnt:
             self._injector.moment(Phase.PUBLISHING)
-        path.write_bytes(json.dumps(weights).encode().ljust(FILLER_BYTES))
-        fingerprint = f"{zlib.crc32(json.dumps(self._weights.holds).encode()):08x}"
+        path.write_bytes(json.dumps({"policy_version": policy_version, "holds": holds}).encode().ljust(FILLER_BYTES))
+        fingerprint = f"{zlib.crc32(json.dumps(holds).encode()):08x}"
         return WeightsHandle(
-            policy_version=self._weights.policy_version,
-            path=str(path),
-            num_bytes=path.stat().st_size,
-            fingerprint=fingerprint,
+            policy_version=policy_version, path=str(path), num_bytes=path.stat().st_size, fingerprint=fingerprint
         )
 
     def telemetry(self) -> bus_client.Telemetry:

@@ -1,0 +1,239 @@
+"""Weights on their way to a file that servers map: one file per version.
+
+    open      rank 0 makes the file, with the place of every tensor
+    write     each rank writes its own rows, in any order, while training goes on
+    finish    rank 0 waits for the other ranks, computes the fingerprint, gives the file its name, and leaves the handle
+
+The file gets its final name only when it is complete. Only its owner can read it (0600). Ranks and trainer share the
+folder, so no message has to pass between them while passes run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import torch
+from torch import Tensor
+
+from penstock.deadline import Stalled
+from penstock.ticks import tick
+from penstock.types import WeightsHandle
+from penstock.weights.shared_memory import Layout, file_in, fingerprint, mapped
+
+KEPT_VERSIONS = 3
+"""The newest version, the version that waits for the servers, and the version that the servers are mapping."""
+PIECE_BYTES = 16 * 2**20
+"""Bytes that are converted and written at a time."""
+SILENCE_S = 600.0
+"""How long a waiter waits while nothing more is written."""
+LOOK_S, LONGEST_LOOK_S = 0.001, 0.05
+"""Seconds between two looks at a folder: a tenth of the wait so far, within these bounds."""
+UNFINISHED, OUTCOME, WRITTEN = "model.unfinished", "outcome.json", "written-"
+"""Names of the files in a folder before it is complete."""
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""Names of dtypes in the header of a safetensors file."""
+
+
+class NotPublished(RuntimeError):
+    """Weights could not be written."""
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """How a publication ended."""
+
+    handle: WeightsHandle | None = None
+    error: str = ""
+
+
+class Publication:
+    """A file of weights that is being written. Every rank has one for itself."""
+
+    def __init__(self, folder: Path, form: Layout) -> None:
+        """`folder`: of this version alone. `form`: of all tensors."""
+        self.folder, self._form = folder, form
+        self._header, self._starts = _header(form)
+        self._fd: int | None = None
+        self._staging: Tensor | None = None
+
+    def __enter__(self) -> Publication:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Close the file. An error of the body ends the publication."""
+        if self._fd is not None:
+            os.close(self._fd)
+        if isinstance(error, Exception):
+            self._end(Outcome(error=f"{type(error).__name__}: {error}"))
+
+    def create(self) -> None:
+        """Make the file, without tensors."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for left in self.folder.iterdir():
+            if left != file_in(self.folder):  # servers may still have to map it
+                left.unlink()
+        fd = os.open(self.folder / UNFINISHED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            _write_all(fd, self._header, 0)
+        finally:
+            os.close(fd)
+
+    def write(self, name: str, rows: Tensor, first_row: int = 0) -> None:
+        """Write rows of a tensor, [rows, ...] or all of it, on any device, converted to the dtype of the file."""
+        shape, dtype = self._form[name]
+        start = self._starts[name] + first_row * prod(shape[1:]) * dtype.itemsize
+        if self._fd is None:
+            self._fd = os.open(self.folder / UNFINISHED, os.O_WRONLY)
+        for piece in torch.split(rows.detach().reshape(-1), PIECE_BYTES // dtype.itemsize):
+            data = self._in_main_memory(piece.to(dtype)).view(torch.uint8).numpy().data
+            _write_all(self._fd, data, start)
+            start += data.nbytes
+            tick()
+
+    def written(self, shard: int) -> None:
+        """Note that all rows of a shard are written."""
+        (self.folder / f"{WRITTEN}{shard}").touch()
+
+    def write_whole(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> WeightsHandle:
+        """Write all tensors one after the other, and complete the file."""
+        for name, tensor in weights:
+            self.write(name, tensor)
+        return self._completed(policy_version)
+
+    def finish(self, policy_version: int, num_shards: int = 1) -> WeightsHandle | None:
+        """Wait until all shards are written, and complete the file. Return None if another rank has failed.
+
+        Raises `Stalled` if nothing more is written for `SILENCE_S`.
+        """
+        if not self._await_shards(num_shards):
+            return None
+        handle = self._completed(policy_version)
+        for shard in range(num_shards):
+            (self.folder / f"{WRITTEN}{shard}").unlink(missing_ok=True)
+        return handle
+
+    def _completed(self, policy_version: int) -> WeightsHandle:
+        unfinished, path = self.folder / UNFINISHED, file_in(self.folder)
+        checksum = fingerprint(mapped(unfinished, self._form))
+        unfinished.rename(path)
+        num_bytes = path.stat().st_size
+        handle = WeightsHandle(policy_version=policy_version, path=str(path), num_bytes=num_bytes, fingerprint=checksum)
+        self._end(Outcome(handle=handle))
+        return handle
+
+    def _await_shards(self, num_shards: int) -> bool:
+        watch = Watch(self.folder, waiter="rank 0")
+        while sum(1 for _ in self.folder.glob(f"{WRITTEN}*")) < num_shards:
+            if (self.folder / OUTCOME).exists():
+                return False
+            time.sleep(watch.look())
+        return True
+
+    def _in_main_memory(self, piece: Tensor) -> Tensor:
+        """Return a piece in main memory, on CUDA by way of pinned memory, which the next piece takes again."""
+        if piece.device.type != "cuda":
+            return piece.cpu()
+        if self._staging is None:
+            self._staging = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+        host = self._staging[: piece.nbytes].view(piece.dtype)
+        return host.copy_(piece)
+
+    def _end(self, outcome: Outcome) -> None:
+        unfinished = self.folder / f".{OUTCOME}.{os.getpid()}"
+        unfinished.write_bytes(msgspec.json.encode(outcome))
+        unfinished.rename(self.folder / OUTCOME)
+
+
+class WeightsPublisher:
+    """A publisher of successive versions. It keeps the newest three versions."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        left = (path for path in directory.glob("*/") if path.name.isdecimal())
+        self._folders = sorted(left, key=lambda path: int(path.name))
+        """Published folders, oldest first, including the folders of an earlier publisher that died."""
+
+    def open(self, form: Layout, policy_version: int) -> Publication:
+        """Make the file of one version, and remove the oldest ones."""
+        opened = Publication(self._directory / str(policy_version), form)
+        opened.create()
+        self._folders = [folder for folder in self._folders if folder != opened.folder] + [opened.folder]
+        while len(self._folders) > KEPT_VERSIONS:
+            shutil.rmtree(self._folders.pop(0), ignore_errors=True)
+        return opened
+
+
+def handle_in(folder: Path) -> WeightsHandle | None:
+    """Return the handle of a complete publication; None as long as it is being written. Raises `NotPublished`."""
+    try:
+        outcome = msgspec.json.decode((folder / OUTCOME).read_bytes(), type=Outcome)
+    except FileNotFoundError:
+        return None
+    if outcome.handle is None:
+        raise NotPublished(f"the weights in {folder} could not be written: {outcome.error}")
+    return outcome.handle
+
+
+def await_handle(folder: Path, *, waiter: str) -> WeightsHandle:
+    """Return the handle of a publication when it is complete. Raises `NotPublished`, or `Stalled` if nothing more is
+    written."""
+    watch = Watch(folder, waiter=waiter)
+    while (handle := handle_in(folder)) is None:
+        time.sleep(watch.look())
+    return handle
+
+
+class Watch:
+    """Watches a publication that is being written."""
+
+    def __init__(self, folder: Path, *, waiter: str) -> None:
+        self._file, self._waiter = folder / UNFINISHED, waiter
+        self._began = self._last = time.monotonic()
+        self._arrived = -1
+
+    def look(self) -> float:
+        """Return how long to wait before the next look. What was written since the last one is progress.
+
+        Raises `Stalled` if nothing was written for `SILENCE_S`.
+        """
+        now = time.monotonic()
+        with suppress(FileNotFoundError):  # it has just been completed
+            if (arrived := self._file.stat().st_blocks) != self._arrived:
+                self._arrived, self._last = arrived, now
+                tick()
+        if now - self._last > SILENCE_S:
+            resource = f"the weights in {self._file.parent}"
+            raise Stalled(waiter=self._waiter, resource=resource, holder="the trainer's ranks", seconds=SILENCE_S)
+        return min(max((now - self._began) / 10, LOOK_S), LONGEST_LOOK_S)
+
+
+def _header(form: Layout) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a safetensors file, and where each tensor begins in the file."""
+    entries: dict[str, dict[str, object]] = {}
+    ends: dict[str, int] = {}
+    end = 0
+    for name in sorted(form, key=lambda name: (-form[name][1].itemsize, name)):  # so that all are aligned
+        shape, dtype = form[name]
+        start, end = end, end + prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        ends[name] = start
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in ends.items()}
+
+
+def _write_all(fd: int, data: bytes | memoryview, start: int) -> None:
+    """Write all of `data` at a place of the file. Raises OSError on a full disk."""
+    view = memoryview(data).cast("B")
+    while view:
+        count = os.pwrite(fd, view, start)
+        view, start = view[count:], start + count
