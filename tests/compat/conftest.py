@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from penstock.rollout.runner import EngineRunner
 from penstock.rollout.update import WeightsUpdate
 from penstock.weights.collective import Groups
 from penstock.weights.shared_memory import describe, fingerprint, layout, receive
+from penstock.weights.tensor_payload import read_tensors
 
 
 @pytest.fixture
@@ -43,6 +45,7 @@ async def url(runner: EngineRunner) -> AsyncIterator[str]:
         update,
         groups,
         describe=lambda path, version: describe(path, expected, policy_version=version),
+        read_payload=partial(read_tensors, max_bytes=2**20, device=torch.device("cpu")),
         model_path="tiny",
         model_name="tiny",
     )

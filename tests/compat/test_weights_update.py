@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import os
+import pickle
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,6 +17,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "weights"))
 
+from sglang_sender import Sender
+from sglang_sender import numbers as sent_numbers
 from tiny_policy import reference_model, until, weights
 from trainer_end import TrainerProcess, numbers
 
@@ -242,3 +247,53 @@ async def test_a_directory_that_cannot_be_read_leaves_the_old_weights(
     status, reply = await post(session, "/update_weights_from_disk", {"model_path": str(tmp_path)})
     assert (status, "end it before" in reply["message"]) == (400, True)
     assert (await post(session, "/end_weight_update"))[1] == {"success": True, "message": "ended"}
+
+
+@pytest.fixture(scope="module")
+def sender() -> Iterator[Sender]:
+    sender = Sender()
+    yield sender
+    sender.close()
+
+
+async def send_payload(session: aiohttp.ClientSession, payload: str, **more: Any) -> tuple[int, str]:
+    """Post a payload as SGLang's trainers do."""
+    given = {"serialized_named_tensors": [payload], "load_format": None, "flush_cache": False, **more}
+    status, reply = await post(session, "/update_weights_from_tensor", given)
+    assert reply["success"] == (status == 200)
+    return status, reply["message"]
+
+
+@pytest.mark.integration
+async def test_serialized_tensors_are_served_when_all_are_there(
+    session: aiohttp.ClientSession, runner: EngineRunner, sender: Sender
+) -> None:
+    bucket = {"load_format": "flattened_bucket"}
+    payload = sender.serialize("bucket", BUCKETS[0], 1.0)
+    message = f"staged; {len(BUCKETS[1])} weights have not arrived yet"
+    assert await send_payload(session, payload, weight_version="3", **bucket) == (200, message)
+    assert runner.policy_version == 0
+    payload = sender.serialize("ranks", BUCKETS[1], 1.0)
+    assert await send_payload(session, payload, weight_version="3") == (200, "serving weight_version 3")
+    assert runner.policy_version == 3 and equals(runner, sent_numbers(SHAPES, 1.0, "float32"))
+    sender.drop()
+    assert sender.segments() == []
+
+
+@pytest.mark.integration
+async def test_a_bracket_of_serialized_tensors_is_served_at_its_end_or_not_at_all(
+    session: aiohttp.ClientSession, runner: EngineRunner, sender: Sender
+) -> None:
+    assert (await post(session, "/begin_weight_update"))[0] == 200
+    for shapes in BUCKETS:
+        assert (await send_payload(session, sender.serialize("pairs", shapes, 2.0)))[0] == 200
+        assert runner.policy_version == 0
+    assert (await post(session, "/end_weight_update"))[0] == 200
+    assert runner.policy_version == 1 and equals(runner, sent_numbers(SHAPES, 2.0, "float32"))
+    assert (await post(session, "/begin_weight_update"))[0] == 200
+    assert (await send_payload(session, sender.serialize("pairs", BUCKETS[0], 9.0)))[0] == 200
+    status, message = await send_payload(session, base64.b64encode(pickle.dumps(os.system)).decode())
+    assert (status, message.startswith("the payload names posix.system, which")) == (400, True)
+    status, reply = await post(session, "/end_weight_update")
+    assert (status, "part of it was refused: the payload names posix.system" in reply["message"]) == (400, True)
+    assert runner.policy_version == 1 and equals(runner, sent_numbers(SHAPES, 2.0, "float32"))

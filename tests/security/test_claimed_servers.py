@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from penstock.runtime.http_server import listening
 from penstock.supervisor.child import Child
 from penstock.weights.collective import Groups
 from penstock.weights.shared_memory import describe, fingerprint, layout
+from penstock.weights.tensor_payload import read_tensors
 
 LAST_VERSION = {"new_version": "2147483647"}
 CONTROL: list[tuple[str, dict[str, Any]]] = [
@@ -56,6 +58,7 @@ async def server(runner: EngineRunner, claim: Claim, keys: ApiKeys) -> AsyncIter
         update,
         Groups(device=torch.device("cpu"), max_bytes=2**20),
         describe=lambda path, version: describe(path, expected, policy_version=version),
+        read_payload=partial(read_tensors, max_bytes=2**20, device=torch.device("cpu")),
         model_path="tiny",
         model_name="tiny",
     )

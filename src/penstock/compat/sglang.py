@@ -4,9 +4,9 @@
 fails an assertion, hangs or answers late. `/health_generate` answers at once while paused. A bracket that is left open
 closes by itself. A failed update leaves the old weights in place.
 
-Buckets of weights, from a group or by handle, are staged while the server still uses the old weights. Inside a bracket
-(`/begin_weight_update` ... `/end_weight_update`) all of them take effect at its end, and missing weights stay
-unchanged. Without a bracket they take effect as soon as all weights of the model have arrived.
+Buckets of weights, from a group, by handle or in shared memory, are staged while the server still uses the old weights.
+Inside a bracket (`/begin_weight_update` ... `/end_weight_update`) all of them take effect at its end, and missing
+weights stay unchanged. Without a bracket they take effect as soon as all weights of the model have arrived.
 
 Clients may label every bucket, only the last one, or none. Unlabelled weights get the next policy_version, so that no
 two sets of weights share a number. `/update_weight_version` may give them a higher one later. A version never
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
@@ -37,7 +37,7 @@ from penstock.rollout.client import UNKNOWN
 from penstock.rollout.http import HANDLE_FORMAT, Refused, Route, answer, answer_error, error_object, read_body
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.update import RECEIVE_TIMEOUT_S, CommittedWeights, StagedWeights, WeightsUpdate
+from penstock.rollout.update import RECEIVE_TIMEOUT_S, CommittedWeights, StagedWeights, Tensors, WeightsUpdate
 from penstock.types import NO_VERSION, WeightsHandle
 from penstock.weights.collective import DEFAULT_GROUP, GroupName, Groups, GroupTensors, Rendezvous
 
@@ -85,10 +85,12 @@ class FromDiskBody(WeightsBody, kw_only=True):
 
 
 class FromTensorBody(WeightsBody, kw_only=True):
-    """The request of `/update_weights_from_tensor`, with Penstock's handle. SGLang's pickled tensors are refused."""
+    """The request of `/update_weights_from_tensor`: Penstock's handle of a file, or SGLang's serialized handles."""
 
     handle: WeightsHandle | None = None
-    serialized_named_tensors: Any = None
+    serialized_named_tensors: list[str] | None = None
+    """Pickled handles of shared memory in base64, one text for each tensor-parallel rank of the server."""
+    load_format: str | None = None
 
 
 class GroupBody(Struct, kw_only=True):
@@ -136,11 +138,14 @@ class SGLang:
         groups: Groups,
         *,
         describe: Callable[[Path, int], WeightsHandle],
+        read_payload: Callable[[Sequence[str], str | None], Tensors],
         model_path: str,
         model_name: str,
     ) -> None:
-        """`describe`: returns the handle of a model directory under a policy_version. It is called in a thread."""
-        self._runner, self._update, self._groups, self._describe = runner, update, groups, describe
+        """`describe`: returns the handle of a model directory under a policy_version. `read_payload`: returns the
+        tensors of `serialized_named_tensors` and `load_format`. Both are called in a thread."""
+        self._runner, self._update, self._groups = runner, update, groups
+        self._describe, self._read_payload = describe, read_payload
         self._model_path, self._model_name = model_path, model_name
         self._bracket: StagedWeights | None = None
         # A join holds its thread until all ranks have come or time is up, so joins do not use the shared threads.
@@ -300,9 +305,17 @@ class SGLang:
             raise ValueError(f"cannot read the weights: {error}") from error
 
     async def update_from_tensor(self, request: Request) -> Response:
+        """Serve the weights of a handle, or one bucket of tensors in shared memory of another process.
+
+        Buckets of this kind count as those of one sender. A refused one leaves the served weights as they are."""
         body = await read_body(request, FromTensorBody)
+        if (body.handle is None) == (body.serialized_named_tensors is None):
+            raise ValueError(
+                f"give one of `serialized_named_tensors` and `handle`; for the second one, {HANDLE_FORMAT}"
+            )
         if body.handle is None:
-            raise Refused(400, f"`handle` is missing; {HANDLE_FORMAT}")
+            read = partial(self._read_payload, body.serialized_named_tensors or [], body.load_format)
+            return await self._add_bucket(read, body, sender=None)
         try:
             if body.weight_version is not None and self._version(body.weight_version) != body.handle.policy_version:
                 raise ValueError(f"weight_version {body.weight_version} is not the handle's policy_version")
@@ -345,11 +358,17 @@ class SGLang:
         """Receive one bucket of weights from a group. The bucket is checked only after it is received, so that a bad
         bucket does not bring the ranks out of step."""
         body = await read_body(request, FromDistributedBody)
+        with _warn_if_group_stalls(body.group_name, "a bucket of weights"):
+            return await self._add_bucket(partial(self._groups.receive, body), body, sender=body.group_name)
+
+    async def _add_bucket(
+        self, receive: Callable[[], Tensors], body: WeightsBody | FromDistributedBody, *, sender: str | None
+    ) -> Response:
+        """Call `receive` in a thread, stage its tensors, and serve the update if it is complete."""
         try:
-            with _warn_if_group_stalls(body.group_name, "a bucket of weights"):
-                received = await asyncio.to_thread(self._groups.receive, body)
+            received = await asyncio.to_thread(receive)
             version = None if body.weight_version is None else self._version(body.weight_version)
-            staged = await self._update.add(received, sender=body.group_name, policy_version=version)
+            staged = await self._update.add(received, sender=sender, policy_version=version)
             if body.abort_all_requests:
                 self._runner.abort_all()
             missing = len(self._update.missing(staged))
@@ -357,7 +376,7 @@ class SGLang:
                 return _outcome(True, f"staged; {missing} weights have not arrived yet")
             served = await self._update.finish(staged)
         except ValueError as error:
-            self._update.spoil(body.group_name, str(error))
+            self._update.spoil(sender, str(error))
             raise
         return _outcome(True, "nothing to serve" if served is None else _serving(served))
 

@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -45,6 +46,7 @@ from penstock.types import MAX_VERSION, NO_VERSION, WeightsHandle
 from penstock.weights.collective import Groups, max_bucket_bytes
 from penstock.weights.receiver import Receiver
 from penstock.weights.shared_memory import describe, fingerprint, layout
+from penstock.weights.tensor_payload import read_tensors
 
 RECEIVED = "received"
 """Folder of the runtime directory for weights from other machines, with a subfolder for each server."""
@@ -194,12 +196,14 @@ async def serving(
             receiver.check_place(path)
             return describe(path, expected, policy_version=version)
 
-        update = make_update(runner, receiver)
+        update, device = make_update(runner, receiver), runner.engine.model.device
+        max_bytes = max_bucket_bytes(expected)
         sglang = SGLang(
             runner,
             update,
-            Groups(device=runner.engine.model.device, max_bytes=max_bucket_bytes(expected)),
+            Groups(device=device, max_bytes=max_bytes),
             describe=describe_directory,
+            read_payload=partial(read_tensors, max_bytes=max_bytes, device=device),
             model_path=str(directory),
             model_name=model_name,
         )

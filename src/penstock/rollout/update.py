@@ -64,7 +64,7 @@ class StagedWeights:
     policy_version: int | None = None
     """None until a call gives the update a version."""
     sender: str | None = None
-    """The process group that broadcasts the weights; None for a handle."""
+    """The process group that broadcasts the weights; None for a handle, and for tensors in a request."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     fingerprint: str | None = None
     """The fingerprint of the handle. The weights were verified against it."""
