@@ -278,10 +278,12 @@ class AsVllm(HttpSession):
     def __init__(self) -> None:
         super().__init__()
         self.starts: list[int | None] = []
+        self.seeds: list[int | None] = []
 
     async def call(self, method: str, url: str, path: str, body: Any, *words: Any, **further: Any) -> Any:
         start = body["sampling_params"].get("routed_experts_prompt_start")
         self.starts.append(start)
+        self.seeds.append(body["sampling_params"].get("seed"))
         rows = np.arange(len(body["token_ids"]) * WIDTH, dtype=np.uint8).reshape(-1, WIDTH // 2, 2) % NUM_EXPERTS
         file = io.BytesIO()
         np.save(file, rows[start or 0 :])
@@ -305,6 +307,16 @@ async def test_the_record_of_vllm_is_asked_for_from_the_first_unknown_token_on()
         wanted = np.arange(len(PROMPT) * WIDTH).reshape(-1, WIDTH)[start:] % NUM_EXPERTS
         np.testing.assert_array_equal(segment.experts, wanted)
     assert session.starts == [None, 2, 3]
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+async def test_vllm_gets_a_seed_only_if_asked_for(seeded: bool) -> None:
+    session = AsVllm()
+    client = vllm_client.VllmClient("http://other", session)
+    client.seeded = seeded
+    await generated(client, PROMPT, count=2, start=0)
+    assert [seed is not None for seed in session.seeds] == [seeded] * 2
+    assert client.update_mode == "in_place"
 
 
 def test_the_wire_of_a_record_is_as_small_as_it_can_be() -> None:

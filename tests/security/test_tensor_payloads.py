@@ -47,7 +47,7 @@ def tensor(
 def on_device(**changed: Any) -> Asks:
     values = {
         "device": 0,
-        "handle": b"c" + bytes(64),
+        "handle": b"\x02c" + bytes(64),
         "size": 8,
         "start": 0,
         "counters": b"/torch_1_2_4",
@@ -167,7 +167,8 @@ HUGE = 2**62
         (on_device(counter=10_000), "counter 10000 is not below 10000"),
         (on_device(counter=-1), "the counter of tensor a is not a count"),
         (on_device(counters=b"/etc/passwd"), "is not the name of a shared-memory segment"),
-        (on_device(handle=b"e" + bytes(64)), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"),
+        (on_device(handle=bytes(64)), "its handle of device memory is not one that torch"),
+        (on_device(handle=b"\x02e" + bytes(64)), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"),
         (on_device(start=2), "is not aligned for torch.float32"),
         (on_device(start=-4), "the storage offset of tensor a is not a count"),
         (Asks(reductions.rebuild_tensor, torch.Tensor), "its handle does not have the 3 values"),

@@ -54,9 +54,15 @@ def bucket(named: dict[str, torch.Tensor], *, as_bytes: bool = True) -> dict[str
     return {"flattened_tensor": torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8), "metadata": entries}
 
 
-def numbers(shapes: dict[str, list[int]], value: float, dtype: str) -> dict[str, torch.Tensor]:
+def numbers(
+    shapes: dict[str, list[int]], value: float, dtype: str = "float32", device: str = "cpu"
+) -> dict[str, torch.Tensor]:
     return {
-        name: torch.arange(torch.Size(shape).numel()).reshape(shape).remainder(7).add(value).to(getattr(torch, dtype))
+        name: torch.arange(torch.Size(shape).numel(), device=device)
+        .reshape(shape)
+        .remainder(7)
+        .add(value)
+        .to(getattr(torch, dtype))
         for name, shape in shapes.items()
     }
 
@@ -89,9 +95,18 @@ class Sender:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
 
-    def serialize(self, form: str, shapes: dict[str, list[int]], value: float = 0.0, dtype: str = "float32") -> str:
+    def serialize(
+        self,
+        form: str,
+        shapes: dict[str, list[int]],
+        value: float = 0.0,
+        dtype: str = "float32",
+        *,
+        device: str = "cpu",
+    ) -> str:
         """Return the payload of such numbers. The process keeps them until the next call."""
-        return str(self._asked({"form": form, "shapes": shapes, "value": value, "dtype": dtype}))
+        request = {"form": form, "shapes": shapes, "value": value, "dtype": dtype, "device": device}
+        return str(self._asked(request))
 
     def drop(self) -> None:
         """Let the process free its tensors."""
@@ -127,7 +142,9 @@ def main() -> None:
         if not request:
             print("null", flush=True)
             continue
-        kept = content(request["form"], numbers(request["shapes"], request["value"], request["dtype"]))
+        kept = content(request.pop("form"), numbers(**request))
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         print(json.dumps(serialized(kept)), flush=True)
     del kept
 

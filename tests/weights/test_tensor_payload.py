@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang_sender import Sender, numbers
 
+from penstock.weights import tensor_payload
 from penstock.weights.tensor_payload import read_tensors
 
 SHAPES = {"a.weight": [3, 5], "b.bias": [7], "scale": []}
@@ -84,3 +85,28 @@ def test_file_descriptors_are_refused_with_the_remedy() -> None:
             read(sender.serialize("pairs", SHAPES))
     finally:
         sender.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("form", ["pairs", "ranks", "bucket"])
+def test_device_memory_is_copied_and_its_bounds_are_kept(sender: Sender, form: str) -> None:
+    def read_on_device() -> dict[str, torch.Tensor]:
+        payload = sender.serialize(form, SHAPES, 1.0, device="cuda")
+        load_format = "flattened_bucket" if form == "bucket" else None
+        return read_tensors([payload], load_format, max_bytes=2**20, device=torch.device("cuda", 0))
+
+    found = read_on_device()
+    assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in numbers(SHAPES, 1.0).items())
+    taken = tensor_payload._device_memory
+    for changed, message in (
+        ({"offset_bytes": 2**30}, "bytes exceed an allocation of"),
+        ({"num_bytes": 2**40}, "bytes exceed an allocation of"),
+        ({"handle": b"\x02c" + bytes(64)}, "its memory cannot be opened"),
+        ({"event": bytes(64)}, "its memory cannot be opened"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tensor_payload, "_device_memory", lambda *args, new=changed: taken(*args)._replace(**new))
+            with pytest.raises(ValueError, match=message):
+                read_on_device()
+        assert torch.ones(3, device="cuda").sum().item() == 3

@@ -58,6 +58,7 @@ class Worker(Member):
             api_key=rollout.api_key,
             timeout_s=rollout.request_timeout_s,
             routing=routing,
+            seeded=rollout.seeded,
         )
         self._writer, self._saved = pool.writer, PartialRollouts(config, pool)
         self._controllers_host = ""

@@ -73,6 +73,8 @@ class ServerClient(ABC):
     """Path of the route that reports the label of the served weights."""
     routing: Routing | None = None
     """What the policy's routers record. None: it has no experts, or their record is not wanted."""
+    seeded = False
+    """Whether an engine that decodes more slowly with seeds gets one for each sample. Other engines always get them."""
     routing_remedy = "this server does not record them"
     """How to make a server return experts."""
     _told = False

@@ -86,11 +86,12 @@ def connect(
     session: HttpSession,
     update_mode: UpdateMode | None = None,
     routing: Routing | None = None,
+    seeded: bool = False,
 ) -> ServerClient:
-    """Return the client of one server. With `update_mode` None, the client's default applies. `routing`: see
-    `ServerClient`."""
+    """Return the client of one server. With `update_mode` None, the client's default applies. `routing` and `seeded`:
+    see `ServerClient`."""
     client = CLIENTS[engine](url.rstrip("/"), session, update_mode=update_mode)
-    client.routing = routing
+    client.routing, client.seeded = routing, seeded
     return client
 
 
@@ -160,12 +161,15 @@ class Servers:
         timeout_s: float = 120.0,
         lost: Callable[[str, str], object] = lambda url, why: None,
         routing: Routing | None = None,
+        seeded: bool = False,
     ) -> None:
         """`claim`: nonce of the run, for a process that controls its servers. `lost` is called with the URL of a lost
         server and the reason. With `update_mode` None, the engine client's default applies. `routing`: what the
-        policy's routers record; None: nothing."""
+        policy's routers record; None: nothing. `seeded`: see `ServerClient`."""
         self._session = HttpSession(api_key=api_key, claim=claim, timeout_s=timeout_s)
-        self._connect = partial(connect, engine, session=self._session, update_mode=update_mode, routing=routing)
+        self._connect = partial(
+            connect, engine, session=self._session, update_mode=update_mode, routing=routing, seeded=seeded
+        )
         self._servers = [ServerState(self._connect(url)) for url in urls]
         self._last_server: OrderedDict[EpisodeId, ServerState] = OrderedDict()
         """The last server of each recent episode."""

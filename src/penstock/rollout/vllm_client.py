@@ -68,6 +68,7 @@ class Generated(Struct):
 class VllmClient(ServerClient):
     """The client of one vLLM server."""
 
+    update_mode = "in_place"
     label_path = "/weight_info"
     routing_remedy = "start it with --enable-return-routed-experts"
 
@@ -84,10 +85,11 @@ class VllmClient(ServerClient):
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Segment]:
-        """Return one segment per grant. Each grant is a separate request, because vLLM has one limit and one seed per
-        request.
+        """Return one segment per grant. Each grant is a separate request, because vLLM has one limit per request.
 
-        vLLM restarts its random numbers with each request, so the client mixes the seed with the position."""
+        With a seed, vLLM draws each row of a batch by itself, which slows its decode steps. So it gets none unless the
+        client is `seeded`. vLLM restarts its random numbers with each request, so the client mixes the seed with the
+        position."""
         pairs = zip(grants, seeds, strict=True)
         return await all_of(self._sample(prompt_ids, grant, sampling, seed) for grant, seed in pairs)
 
@@ -99,11 +101,12 @@ class VllmClient(ServerClient):
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k or -1,
-                "seed": stable_seed(seed, len(prompt_ids)),
                 "logprobs": 0,
                 "detokenize": False,
             },
         }
+        if self.seeded:
+            body["sampling_params"]["seed"] = stable_seed(seed, len(prompt_ids))
         if self._salt:
             body["cache_salt"] = self._salt
         if self._returns_experts and (start := self._routed_from(sampling)):

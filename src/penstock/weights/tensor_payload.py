@@ -40,8 +40,9 @@ NUM_COUNTERS = 10_000
 COPY_TIMEOUT_S = 120.0
 """Time limit until the sender's device has finished the tensors and they are copied."""
 POLL_S = 0.0005
-PLAIN_ALLOCATION = b"c"
-"""First byte of a handle of memory that one call of CUDA's allocator returned."""
+PLAIN, EXPANDABLE = b"c", b"e"
+"""Kinds of device memory, in the second byte of torch's handle: of one call of CUDA's allocator, or of segments that
+file descriptors share."""
 
 LOAD_FORMATS = (None, "direct", "flattened_bucket")
 REDUCTIONS = "torch.multiprocessing.reductions"
@@ -276,7 +277,10 @@ def _device_memory(name: str, memory: tuple[Any, ...], rest: list[Any]) -> Devic
     counters, counter, event, event_sync_required = rest
     if not isinstance(device, str):
         device = _count(name, device, "device")
-    if _a(bytes, handle, "a handle of memory")[:1] != PLAIN_ALLOCATION:
+    kind = _a(bytes, handle, "a handle of memory")[1:2]
+    if kind not in (PLAIN, EXPANDABLE):
+        raise ValueError(f"its handle of device memory is not one that torch {torch.__version__} writes")
+    if kind == EXPANDABLE:
         raise ValueError(
             "its memory is an expandable segment, which only file descriptors share: set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False in the sender"
