@@ -103,7 +103,9 @@ def test_a_released_engine_gives_its_memory_back_and_serves_the_same_after_resum
     assert free_before - torch.cuda.mem_get_info()[0] >= kv_bytes
     engine.release()
     assert free_before - torch.cuda.mem_get_info()[0] < kv_bytes / 4
+    assert {parameter.device.type for parameter in engine.parameters().values()} == {"cpu"}
     engine.resume()
+    assert {parameter.device.type for parameter in engine.parameters().values()} == {"cuda"}
     assert run(engine, request)["whole"] == whole
 
 

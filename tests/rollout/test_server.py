@@ -491,7 +491,8 @@ async def test_an_aborted_update_leaves_the_old_weights(http: Http) -> None:
         ("/abort_request", b"x", 400, "malformed"),
         ("/abort_request", {"rid_prefix": ""}, 400, "rid_prefix"),
         ("/abort_request", {"rid": "a", "rid_prefix": "b"}, 400, "not both"),
-        ("/release_memory_occupation", {"tags": ["weights"]}, 400, "only memory with the tag kv_cache"),
+        ("/release_memory_occupation", {"tags": ["kv"]}, 400, "Invalid enum value 'kv'"),
+        ("/resume_memory_occupation", {"tags": []}, 400, "length >= 1"),
         ("/resume_memory_occupation", b"", 400, "truncated"),
     ],
 )
@@ -548,6 +549,28 @@ async def test_memory_is_released_and_taken_back(http: Http, runner: EngineRunne
     for _ in range(2):
         assert await http.post("/resume_memory_occupation", {}) == (200, {"state": "resumed"})
     assert (await http.post("/generate", body))[1]["output_ids"] == whole["output_ids"]
+
+
+async def test_memory_is_released_and_taken_back_by_parts(http: Http, runner: EngineRunner) -> None:
+    body = {"input_ids": [5], "sampling_params": greedy(9)}
+    scored = {**body, "return_logprob": True, "logprob_start_len": 0, "input_ids": [5, 6]}
+    _, before = await http.post("/generate", body)
+    for tags in (["weights"], ["weights", "cuda_graph"], ["kv_cache"]):
+        assert await http.post("/release_memory_occupation", {"tags": tags}) == (200, {"state": "released"})
+        _, early = await http.post("/generate", body)
+        assert (early["output_ids"], early["meta_info"]["finish_reason"]["type"]) == ([], "abort")
+    status, reply = await http.post("/generate", scored)
+    assert (status, "the weights are released" in reply["error"]["message"]) == (409, True)
+    assert runner.engine.released == {"weights", "kv_cache", "cuda_graph"}
+    for tags in (["cuda_graph"], ["kv_cache"], ["kv_cache"]):
+        assert await http.post("/resume_memory_occupation", {"tags": tags}) == (200, {"state": "resumed"})
+        assert (await http.get("/ready"))[1]["state"] == "released"
+    assert (await http.post("/weights/begin", weights_handle(1)))[0] == 200
+    assert (await http.post("/weights/commit", {"policy_version": 1}))[0] == 200
+    assert await http.post("/resume_memory_occupation", {"tags": ["weights"]}) == (200, {"state": "resumed"})
+    _, after = await http.post("/generate", body)
+    assert after["meta_info"]["weight_version"] == "1" and after["output_ids"] != before["output_ids"]
+    assert (await http.post("/generate", scored))[0] == 200
 
 
 async def test_a_client_that_leaves_frees_its_slots(http: Http, runner: EngineRunner) -> None:

@@ -236,7 +236,7 @@ class SGLang:
 
     def _alive_without_a_probe(self) -> bool:
         engine = self._runner.engine
-        return engine.paused or engine.released or not engine.admitting
+        return engine.paused or bool(engine.released) or not engine.admitting
 
     async def flush_cache(self, request: Request) -> Response:
         """Wait until no request runs, for at most `timeout` seconds. There is no cache to flush, because the server

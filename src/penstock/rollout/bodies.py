@@ -11,7 +11,7 @@ import difflib
 import functools
 import itertools
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -236,15 +236,16 @@ class ClaimBody(Struct, kw_only=True):
 
 
 class MemoryBody(Struct, kw_only=True, omit_defaults=True):
-    """The request of `/release_memory_occupation` and `/resume_memory_occupation`. Only KV memory is released."""
+    """The request of `/release_memory_occupation` and `/resume_memory_occupation`."""
 
-    tags: list[str] | None = None
+    tags: Annotated[list[Literal["weights", "kv_cache", "cuda_graph"]], Meta(min_length=1)] | None = None
+    """Parts of the memory; None for all of them."""
 
 
 class StateReply(Struct, kw_only=True):
     """The state after the call.
 
-    The generation memory is `released` or `resumed`. The staged weights are `aborted`. The served and the staged
+    The memory is `released` or `resumed`. The staged weights are `aborted`. The served and the staged
     weights are `forgotten`. The server is `claimed` or `free`."""
 
     state: str

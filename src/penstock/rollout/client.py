@@ -339,7 +339,7 @@ class RolloutClient(ServerClient):
         await self._post("/weights/abort", {})
 
     async def release(self) -> None:
-        await self._post("/release_memory_occupation", {})
+        await self._post("/release_memory_occupation", {"tags": ["kv_cache"]})
 
     async def resume(self) -> None:
         await self._post("/resume_memory_occupation", {})

@@ -35,7 +35,7 @@ class ServerMetrics(Collector):
         yield gauge("slots", "Samples that can be generated at once.", engine.num_slots)
         yield gauge("policy_version", "Version of the served weights; -1 before the first.", engine.policy_version)
         yield gauge("paused", "1 while generation is paused.", engine.paused)
-        yield gauge("released", "1 while the generation memory is released.", engine.released)
+        yield gauge("released", "1 while memory is released.", bool(engine.released))
         yield gauge("alive", "0 once the engine's thread has failed.", runner.error is None)
         yield counter("generation_tokens", "Generated tokens.", engine.num_generated_tokens)
         yield counter("prompt_tokens", "Computed prompt tokens; recomputed ones count again.", runner.num_prompt_tokens)

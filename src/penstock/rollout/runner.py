@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,7 @@ from penstock.rollout.generator import (
     Stopped,
 )
 from penstock.rollout.request import GenerateRequest
-from penstock.rollout.slot_engine import Finished, SlotEngine
+from penstock.rollout.slot_engine import ALL_MEMORY, Finished, MemoryTag, SlotEngine
 from penstock.rollout.slot_rows import SlotSequence
 from penstock.samples import Segment, VersionSpan
 from penstock.types import UpdateMode
@@ -243,11 +243,14 @@ class EngineRunner:
 
         def forget() -> None:
             self._post(self.engine.forget_weights())
-            while self._scores:
-                _, done = self._scores.popleft()
-                self._settle(done, ValueError("the weights were withdrawn before the prompt was scored"))
+            self._end_scores("the weights were withdrawn before the prompt was scored")
 
         await self._between_steps(forget)
+
+    def _end_scores(self, why: str) -> None:
+        while self._scores:
+            _, done = self._scores.popleft()
+            self._settle(done, ValueError(why))
 
     async def rename_weights(self, policy_version: int) -> None:
         """Name the current weights `policy_version`. Raises ValueError if it is older than their present version."""
@@ -272,6 +275,9 @@ class EngineRunner:
         place. Raises ValueError for a bad prompt."""
         self.check_prompt(prompt_ids)
         found, versions = list[ScoredToken](), list[int]()
+
+        if "weights" in self.engine.released:
+            raise Conflict("the weights are released, so no prompt can be scored: call /resume_memory_occupation first")
 
         def parts() -> Iterator[None]:
             for part in self.engine.scoring(prompt_ids, num_top=num_top):
@@ -303,13 +309,20 @@ class EngineRunner:
         """End a pause."""
         await self._between_steps(partial(setattr, self.engine, "paused", False))
 
-    async def release(self) -> None:
-        """Free the generation memory. Running requests first return their tokens so far; later requests return none."""
-        await self._between_steps(lambda: self._post(self.engine.release()))
+    async def release(self, tags: Collection[MemoryTag] = ALL_MEMORY) -> None:
+        """Free the memory of `tags`. Running requests first return their tokens so far; later requests return none.
+        With the weights, pending scores fail with ValueError."""
 
-    async def resume(self) -> None:
-        """Allocate the generation memory again."""
-        await self._between_steps(self.engine.resume)
+        def release() -> None:
+            self._post(self.engine.release(tags))
+            if "weights" in tags:
+                self._end_scores("the weights were released before the prompt was scored")
+
+        await self._between_steps(release)
+
+    async def resume(self, tags: Collection[MemoryTag] = ALL_MEMORY) -> None:
+        """Allocate the memory of `tags` again, as far as it is released."""
+        await self._between_steps(partial(self.engine.resume, tags))
 
     async def _between_steps(self, action: Command, *, drained: bool = False) -> None:
         """Run `action` in the engine's thread between two steps; with `drained`, once no sample runs. A ValueError of

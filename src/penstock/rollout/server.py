@@ -7,7 +7,7 @@ describes all paths of the server, including those of other protocols.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from penstock.rollout.claim import Claim
 from penstock.rollout.generation import Generation
 from penstock.rollout.metrics import ServerMetrics
 from penstock.rollout.runner import EngineRunner
+from penstock.rollout.slot_engine import ALL_MEMORY, MemoryTag
 from penstock.rollout.text import Tokenizer
 from penstock.rollout.update import CommittedWeights, WeightsUpdate
 from penstock.types import NO_VERSION, WeightsHandle
@@ -170,19 +171,20 @@ class RolloutServer:
         return http.answer(bodies.StateReply(state="aborted"))
 
     async def release(self, request: Request) -> Response:
-        """Free the KV memory. Running requests end with their tokens so far, later requests with none."""
+        """Free memory: of the weights, which move to the host, of the KV cache, and of CUDA graphs. Running requests
+        end with their tokens so far, later requests with none. Released memory may be released again."""
         return await self._change_memory(request, self.runner.release, "released")
 
     async def resume(self, request: Request) -> Response:
-        """Allocate the KV memory again, and serve requests again."""
+        """Allocate memory again. Once no part is released, requests are served again."""
         return await self._change_memory(request, self.runner.resume, "resumed")
 
-    async def _change_memory(self, request: Request, change: Callable[[], Awaitable[None]], state: str) -> Response:
-        tags = (await http.read_body(request, bodies.MemoryBody)).tags
-        if tags is not None and tags != ["kv_cache"]:
-            raise ValueError(f"only memory with the tag kv_cache can be released, not {', '.join(tags) or 'nothing'}")
+    async def _change_memory(
+        self, request: Request, change: Callable[[Collection[MemoryTag]], Awaitable[None]], state: str
+    ) -> Response:
+        tags = (await http.read_body(request, bodies.MemoryBody)).tags or ALL_MEMORY
         async with deadline(MEMORY_TIMEOUT_S, waiter="server", resource="a change of memory", holder="the engine"):
-            await change()
+            await change(tags)
         return http.answer(bodies.StateReply(state=state))
 
 

@@ -14,14 +14,15 @@ Invariants:
 * An update keeps the KV of running sequences: their later tokens attend to keys of the older weights.
 * Retracted samples lose their KV. When they continue, the weights of that time compute it again.
 * The experts of a token are recorded only for requests that ask for it. Such a step is not replayed as a CUDA graph.
-* A released engine holds no KV memory and no requests. A new request ends with `abort` at once. Weights may be loaded.
+* An engine with released memory holds no requests. A new request ends with `abort` at once. Weights may be loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -43,6 +44,9 @@ from penstock.samples import Segment
 from penstock.types import NO_VERSION
 
 SCORED_PLACES = 512
+MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
+"""A part of the engine's memory that can be released."""
+ALL_MEMORY: tuple[MemoryTag, ...] = get_args(MemoryTag)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,8 @@ class SlotEngine:
         """Counts of the last step: sequences advanced by a token, tokens they held before, prompt tokens computed."""
         self.begun: list[str] = []
         """Ids of the requests that got their first token in the last step."""
-        self.released = False
+        self.released: set[MemoryTag] = set()
+        """The released parts of the memory. While there are any, requests end at once."""
         self.paused = False
         """While True, no sample advances and none is admitted. Requests may be submitted and aborted."""
         self.admitting = True
@@ -156,16 +161,29 @@ class SlotEngine:
         """End every request now."""
         return self.abort(list(self._requests))
 
-    def release(self) -> list[Finished]:
-        """End every request now and free the KV memory. Later requests end at once, until `resume`."""
-        if self.released:
+    def release(self, tags: Collection[MemoryTag] = ALL_MEMORY) -> list[Finished]:
+        """End every request now and free the memory of `tags`. Later requests end at once, until all is resumed.
+
+        Weights move to the memory of the host, where updates still reach them. CUDA graphs, which hold the places of
+        weights and KV memory, are freed with any part, and recorded again when they are needed."""
+        new = set(tags) - self.released
+        if not new:
             return []
         finished = self.abort_all()
         if self._recorded is not None:
             self._recorded.forget()
-        self._cache.free()
-        self.released = True
+        if "weights" in new:
+            self._move_weights(torch.device("cpu"))
+        if "kv_cache" in new:
+            self._cache.free()
+        if self._cache.device.type != "cpu":
+            torch.get_device_module(self._cache.device).empty_cache()
+        self.released |= new
         return finished
+
+    def _move_weights(self, device: torch.device) -> None:
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(device)
 
     def retract(self) -> None:
         """Remove all running samples from their slots and put them at the head of the queue. Before they continue, the
@@ -174,11 +192,14 @@ class SlotEngine:
             sequence.close_span(self.policy_version)
         self._waiting.requeue(self._rows.clear())
 
-    def resume(self) -> None:
-        """Allocate the KV memory again and serve requests again."""
-        if self.released:
+    def resume(self, tags: Collection[MemoryTag] = ALL_MEMORY) -> None:
+        """Allocate the released memory of `tags` again. Requests are served again once nothing is released."""
+        resumed = self.released & set(tags)
+        if "weights" in resumed:
+            self._move_weights(self._cache.device)
+        if "kv_cache" in resumed:
             self._cache.allocate()
-            self.released = False
+        self.released -= resumed
 
     def sequences(self, rid: str) -> list[SlotSequence]:
         """Return the started samples of a request, with their tokens so far; [] if there is no such request."""

@@ -49,8 +49,6 @@ class SlotCache:
     def free(self) -> None:
         """Free the memory. Slots must not be read or written before the next `allocate`."""
         self._keys = self._values = torch.empty(0, dtype=self.dtype, device=self.device)
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).empty_cache()
 
     def layer(self, index: int) -> LayerSlots:
         return LayerSlots(self._keys[index], self._values[index])
