@@ -131,6 +131,8 @@ class Sender:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(10)
         self.process.stdout.close()
+        for name in self.segments():  # of payloads that were refused: torch waits for a reader
+            Path("/dev/shm", name).unlink()
 
 
 def main() -> None:

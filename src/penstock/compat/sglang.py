@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
@@ -314,8 +314,7 @@ class SGLang:
                 f"give one of `serialized_named_tensors` and `handle`; for the second one, {HANDLE_FORMAT}"
             )
         if body.handle is None:
-            read = partial(self._read_payload, body.serialized_named_tensors or [], body.load_format)
-            return await self._add_bucket(read, body, sender=None)
+            return await self._add_bucket(self._read_tensors(body), body, sender=None)
         try:
             if body.weight_version is not None and self._version(body.weight_version) != body.handle.policy_version:
                 raise ValueError(f"weight_version {body.weight_version} is not the handle's policy_version")
@@ -359,14 +358,20 @@ class SGLang:
         bucket does not bring the ranks out of step."""
         body = await read_body(request, FromDistributedBody)
         with _warn_if_group_stalls(body.group_name, "a bucket of weights"):
-            return await self._add_bucket(partial(self._groups.receive, body), body, sender=body.group_name)
+            receiving = asyncio.to_thread(self._groups.receive, body)
+            return await self._add_bucket(receiving, body, sender=body.group_name)
+
+    async def _read_tensors(self, body: FromTensorBody) -> Tensors:
+        texts = body.serialized_named_tensors or []
+        async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource="serialized tensors", holder="a thread"):
+            return await asyncio.to_thread(self._read_payload, texts, body.load_format)
 
     async def _add_bucket(
-        self, receive: Callable[[], Tensors], body: WeightsBody | FromDistributedBody, *, sender: str | None
+        self, receiving: Awaitable[Tensors], body: WeightsBody | FromDistributedBody, *, sender: str | None
     ) -> Response:
-        """Call `receive` in a thread, stage its tensors, and serve the update if it is complete."""
+        """Stage the tensors of a bucket, and serve the update if it is complete."""
         try:
-            received = await asyncio.to_thread(receive)
+            received = await receiving
             version = None if body.weight_version is None else self._version(body.weight_version)
             staged = await self._update.add(received, sender=sender, policy_version=version)
             if body.abort_all_requests:
