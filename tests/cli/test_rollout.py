@@ -33,6 +33,17 @@ def config(tmp_path: Path) -> Path:
         (["pipeline=train"], 2, "pipeline is train: `penstock train"),
         (["rollout.engine=vllm"], 2, "no trainer that publishes weights"),
         (["--checkpoint", "nothing"], 1, "no run named nothing"),
+        (["policy.name=openai"], 2, "policy: name openai needs base_url"),
+        (["policy={name: openai, base_url: host, model: m}"], 2, "does not begin with http:// or https://"),
+        (["policy.model=teacher"], 2, "model is for name openai, not for model"),
+        (
+            ["policy.name=random", "dump.columns=[[token_ids, json], [logprobs, json]]"],
+            2,
+            "token_ids, logprobs: policy",
+        ),
+        (["policy.name=random", "scheduler.segment_length=8"], 2, "scheduler.segment_length counts tokens"),
+        (["policy.name=random", "rollout.urls=[http://127.0.0.1:9]"], 2, "rollout.urls are servers of policy.name"),
+        (["policy.name=random", "env.name=atropos", "data.eval_tasks=0"], 2, "env.name atropos trains on tokens"),
     ],
 )
 def test_what_cannot_work_starts_nothing(config: Path, overrides: list[str], code: int, message: str) -> None:
@@ -40,6 +51,18 @@ def test_what_cannot_work_starts_nothing(config: Path, overrides: list[str], cod
     result = penstock("rollout", config, f"runs_dir={runs}", "--runs-dir", runs, *overrides)
     assert result.exit_code == code and message in result.stderr, result.stderr
     assert not runs.exists()
+
+
+def test_a_policy_without_tokens_cannot_be_trained(config: Path) -> None:
+    result = penstock("train", config, f"runs_dir={config.parent / 'runs'}", "policy.name=random")
+    assert result.exit_code == 2 and not (config.parent / "runs").exists()
+    assert "policy.name random has no weights, tokens or log-probabilities to train with" in result.stderr
+
+
+def test_the_key_of_an_endpoint_stays_in_the_environment(config: Path) -> None:
+    words = ["policy.name=openai", "policy.base_url=http://h/v1", "policy.model=m", "policy.options={api_key: abc}"]
+    result = penstock("rollout", config, *words)
+    assert result.exit_code == 2 and "policy.options.api_key holds a secret" in result.stderr
 
 
 def test_what_is_said_on_the_command_line_counts_most(config: Path) -> None:

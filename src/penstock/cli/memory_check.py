@@ -99,7 +99,7 @@ def check_memory(config: Config) -> None:
 
 def _plan_of_large(config: Config) -> dict[str, Any] | None:
     """Return the plan of a large model. None for a small one, and, with a warning, for one that cannot be counted."""
-    if not is_large(config):
+    if not config.policy.has_tokens or not is_large(config):
         return None
     try:
         return memory_plan(config)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.cli.refusal import Refused
-from penstock.config import Config, TrainerConfig
+from penstock.config import Config, ConfigError, TrainerConfig
 from penstock.config.imports import check_closed
 from penstock.envs.registry import check_environment, executes_answers, needs_sandbox
 from penstock.envs.rewards import dataset_rule
@@ -27,6 +27,7 @@ from penstock.model.files import (
     num_parameters,
 )
 from penstock.processes.layout import slots_of
+from penstock.rollout.openai_client import check_endpoint
 from penstock.sandbox import SandboxUnavailable, confinement, select
 from penstock.scheduler.filters import FilterChain
 from penstock.scheduler.length_prediction import length_predictor
@@ -47,11 +48,8 @@ LEAST_MEMORY_BYTES = 32 * MIB
 
 def check(config: Config) -> None:
     """Run all checks. Raises `Refused` or `ConfigError` with a remedy."""
-    if config.model.path != "tiny":
-        check_model(Path(config.model.path))
-        check_context(Path(config.model.path), config.model.max_context)
-    check_heads(config)
-    check_experts(config)
+    if config.policy.has_tokens:
+        check_policy(config)
     if config.pipeline == "eval" and not config.validation_tasks:
         raise Refused("there are no tasks to evaluate: set data.eval_tasks or validation.tasks above 0")
     check_settings(config)
@@ -63,20 +61,36 @@ def check(config: Config) -> None:
         raise Refused(f"scheduler.length.learn_from: {earlier} is not the directory of a run: it has no pool/index")
     if config.scheduler.dispatch.policy in ("sjf", "ljf"):  # raises ConfigError for a missing package or function
         length_predictor(config.scheduler.length, limit=lambda task: 1, temperature=lambda task: 1.0)
-    if config.rollout.engine != "penstock" and not config.rollout.urls:
+    if config.rollout.engine != "penstock" and config.num_servers and not config.rollout.urls:
         check_engine(config.rollout.engine, config.rollout.python or sys.executable)
     if config.dump.url is not None and config.pipeline != "eval":
         from penstock.store.dumps.targets import open_target
 
         open_target(config.dump).check()
-    if config.rollout.port and not config.rollout.urls and config.cluster.address is None:
+    if config.rollout.port and config.num_servers and not config.rollout.urls and config.cluster.address is None:
         for number in range(config.rollout.servers):
             check_port(config.rollout.host, config.rollout.port + number)
+    if config.policy.name == "openai":
+        check_endpoint(config.policy)
+
+
+def check_policy(config: Config) -> None:
+    """Check that the model can be loaded and shared as the configuration says. Raises `Refused`."""
+    if config.model.path != "tiny":
+        check_model(Path(config.model.path))
+        check_context(Path(config.model.path), config.model.max_context)
+    check_heads(config)
+    check_experts(config)
 
 
 def check_settings(config: Config) -> None:
     """Check settings with the same result on every machine that has the run's files. All named objects must exist and
     accept their options: environments, rewards, task files, filters. The pools must have the slots."""
+    if config.pipeline == "train" and not config.policy.has_tokens:
+        raise ConfigError(
+            f"policy.name {config.policy.name} has no weights, tokens or log-probabilities to train with: use "
+            "`penstock rollout` or `penstock eval`, or policy.name model"
+        )
     FilterChain(config.scheduler.group_filter)
     for key, settings in config.environments.by_key.items():
         check_environment(key, settings)
@@ -135,7 +149,8 @@ def check_sandbox(config: Config) -> None:
 def check_room(config: Config) -> None:
     """Check that the run has room for the files that it will certainly write: weights in shared memory and, if the run
     trains, checkpoints on disk. Raises `Refused`."""
-    parameters = 0 if config.model.path == "tiny" else num_parameters(Path(config.model.path))
+    is_loaded = config.policy.has_tokens and config.model.path != "tiny"
+    parameters = num_parameters(Path(config.model.path)) if is_loaded else 0
     runs_dir, published = existing_parent(Path(config.runs_dir)), runtime.base()
     files, remedy, checkpoints = "tokens and logs", "free some, or set runs_dir to another disk", 0
     if config.pipeline == "train":

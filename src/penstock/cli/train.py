@@ -70,7 +70,7 @@ def begin(
         return 0
     check(config)
     check_memory(config)
-    if pipeline != "train" and config.model.path == "tiny":
+    if pipeline != "train" and config.model_name == "tiny":
         print(UNTRAINED, file=sys.stderr)
     if detach:
         run_id = config.run_id or run_directory.new_run_id()
@@ -211,7 +211,7 @@ def sum_up(run: OpenRun, results: Path | None) -> None:
     summary.write(run.run_dir)
     console = open_console()
     if run.config.pipeline == "eval":
-        if (found := summary.write_evaluation(run.run_dir, model=run.config.model.path, copy=results)) is not None:
+        if (found := summary.write_evaluation(run.run_dir, model=run.config.model_name, copy=results)) is not None:
             console.print(closing_report.evaluation_table(found))
             console.print(f"results in {results or run.run_dir / summary.EVALUATION}", soft_wrap=True)
         return

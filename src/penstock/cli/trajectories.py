@@ -19,13 +19,12 @@ from rich.text import Text
 from penstock.cli.refusal import Refused, refusing
 from penstock.cli.runs import name_of
 from penstock.config import Column, DumpConfig, load_config
-from penstock.model.chat import ChatTokenizer
 from penstock.observe import jsonl
 from penstock.observe.tables import clock, number, open_console
 from penstock.observe.visible_text import visible, visible_json
 from penstock.ports.group_records import GroupRecord
 from penstock.processes.dumping import TRAJECTORIES
-from penstock.processes.layout import model_dir
+from penstock.processes.layout import chat_of
 from penstock.store.dumps.columns import Row
 from penstock.store.dumps.trajectory_rows import RowMaker
 from penstock.store.dumps.writer import SAMPLES
@@ -95,7 +94,7 @@ def in_pool(run_dir: Path) -> Iterator[Found]:
     if not (pool / "index").is_dir():
         return
     config, reader = load_config(run_dir / "config.yaml"), PayloadReader(pool)
-    chat = ChatTokenizer.load(model_dir(config, run_dir), tool_format=config.model.tool_format)
+    chat = chat_of(config, run_dir)
     maker = RowMaker(config, chat, columns=COLUMNS)
 
     def read(record: GroupRecord, member: int) -> Row:
@@ -124,8 +123,9 @@ def render(row: Row) -> RenderableType:
     ended = row["status"] + (f" ({row['stop_reason']})" if row["stop_reason"] else "")
     version = f"version {'-'.join(map(str, versions)) or 'unknown'}"
     turns = f"{row['num_turns']} turns" if row["num_turns"] != 1 else "1 turn"
-    tokens = f"{row['prompt_tokens']} + {row['response_tokens']} tokens"
-    facts = [ended, version, turns, tokens, clock(row["seconds"]), row["task_id"]]
+    counted = row["prompt_tokens"] is not None
+    tokens = f"{row['prompt_tokens']} + {row['response_tokens']} tokens" if counted else f"by {row['model']}"
+    facts = [ended, *([version] if counted else []), turns, tokens, clock(row["seconds"]), row["task_id"]]
     reward = (f"reward {number(row['reward'])}", "bold")
     lines = [Text.assemble((row["trajectory"], "bold"), "  ", reward, (f"  {'  '.join(facts)}", "dim"))]
     branches = row["branches"] or [row["messages"]]
@@ -147,7 +147,9 @@ def _num_shared(messages: Sequence[Mapping[str, str]], others: Sequence[Mapping[
     return sum(takewhile(bool, same))
 
 
-def _line(message: Mapping[str, str]) -> Text:
-    role = message["role"]
-    content = visible(message["content"]).rstrip("\n").replace("\n", "\n" + " " * INDENT)
+def _line(message: Mapping[str, Any]) -> Text:
+    role, content = message["role"], message.get("content") or ""
+    parts = [content if isinstance(content, str) else msgspec.json.encode(content).decode()]
+    parts += (f"{call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls", ()))
+    content = visible("\n".join(filter(None, parts))).rstrip("\n").replace("\n", "\n" + " " * INDENT)
     return Text.assemble((f"  {role:<{INDENT - 2}}", ROLES.get(role, "dim")), content)

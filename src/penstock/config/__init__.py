@@ -3,6 +3,7 @@ torch."""
 
 from penstock.config.environments import DataConfig, EnvConfig, EnvironmentConfig, Environments, TagConfig
 from penstock.config.invalid_settings import ConfigError
+from penstock.config.policy import PolicyConfig
 from penstock.config.run_settings import Config, ModelConfig, SupervisorConfig, TinyModelConfig
 from penstock.config.scheduling import (
     DispatchConfig,
@@ -26,7 +27,7 @@ from penstock.config.trajectory_dump import Column, DumpConfig
 from penstock.config.yaml_file import default_config, load_config, parse_overrides
 
 __all__ = ["DataConfig", "EnvConfig", "EnvironmentConfig", "Environments", "TagConfig"]
-__all__ += ["Config", "ConfigError", "ModelConfig", "SupervisorConfig", "TinyModelConfig"]
+__all__ += ["Config", "ConfigError", "ModelConfig", "PolicyConfig", "SupervisorConfig", "TinyModelConfig"]
 __all__ += [
     "DispatchConfig",
     "EarlyStopConfig",

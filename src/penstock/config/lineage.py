@@ -14,11 +14,14 @@ from penstock.config.run_settings import Config
 from penstock.redaction import redacted
 
 FIXED = (
-    *("pipeline", "seed", "run_id", "model", "data", "env"),
+    *("pipeline", "seed", "run_id", "model", "policy", "data", "env"),
     *("validation.mixture", "validation.tasks", "scheduler.mode", "dump.columns"),
     *("trainer.objective", "trainer.critic", "trainer.lora"),
 )
-FREE = ("model.device", "env.workers", "env.reward_workers", "env.episode_timeout_s", "env.max_attempts")
+FREE = (
+    *("model.device", "policy.api_key_variable", "policy.timeout_s", "policy.max_retries"),
+    *("env.workers", "env.reward_workers", "env.episode_timeout_s", "env.max_attempts"),
+)
 """Settings within the fixed sections that may change."""
 FREE_OF_EACH = ("turn_timeout_s", "reward_timeout_s")
 """Settings of `env`, and of every entry of a mixture, that may change."""

@@ -19,12 +19,16 @@ from penstock.config.environments import (
     ValidationConfig,
     with_fallbacks,
 )
+from penstock.config.policy import PolicyConfig
 from penstock.config.scheduling import SchedulerConfig
 from penstock.config.section import Section
 from penstock.config.simulated_cluster import SimulatorConfig
 from penstock.config.trainer_settings import UNCORRECTED, TrainerConfig
-from penstock.config.trajectory_dump import DumpConfig, SynthesisConfig
+from penstock.config.trajectory_dump import TOKEN_COLUMNS, DumpConfig, SynthesisConfig
 from penstock.types import UpdateMode
+
+ENDPOINT_REQUESTS = 32
+"""Most requests to an endpoint at once, unless `scheduler.max_running` says another number."""
 
 
 class TinyModelConfig(Section):
@@ -196,6 +200,7 @@ class Config(Section):
     """The users who may read the directory of the run: only the user who started it, also the members of the
     directory's group, or all users of the machine. Only the user who started it can write there, stop or resume it."""
     model: ModelConfig = ModelConfig()
+    policy: PolicyConfig = PolicyConfig()
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
     validation: ValidationConfig = ValidationConfig()
@@ -228,8 +233,20 @@ class Config(Section):
         return self.trainer.ranks if self.pipeline == "train" else 1
 
     @property
+    def num_servers(self) -> int:
+        """Return the number of rollout servers, started by the run or not. Only the run's own model needs them."""
+        return self.rollout.num_servers if self.policy.name == "model" else 0
+
+    @property
+    def model_name(self) -> str:
+        """Return the name of the model that plays."""
+        return {"model": self.model.path, "openai": self.policy.model or ""}.get(self.policy.name, self.policy.name)
+
+    @property
     def max_running(self) -> int:
         """Return how many episodes may generate at once, over all servers."""
+        if self.scheduler.max_running is None and self.policy.name == "openai":
+            return max(ENDPOINT_REQUESTS, self.env.num_members)
         return self.scheduler.max_running or 2 * self.rollout.slots * self.rollout.num_servers
 
     @property
@@ -270,7 +287,7 @@ class Config(Section):
         return with_fallbacks(tree) if isinstance(tree, dict) else tree
 
     def contradictions(self) -> Iterator[str]:
-        for key, settings in self.environments.by_key.items():
+        for key, settings in self.environments.by_key.items() if self.policy.has_tokens else ():
             if settings.max_new_tokens >= self.model.max_context:
                 yield (
                     f"{key}.max_new_tokens ({settings.max_new_tokens}) must be smaller than "
@@ -286,7 +303,23 @@ class Config(Section):
                 f"scheduler.max_running ({self.max_running}) is smaller than env.group_size + env.redundancy "
                 f"({self.env.num_members}): no group could ever start"
             )
+        if not self.policy.has_tokens:
+            yield from self._of_other_policies()
         yield from self._of_servers()
+
+    def _of_other_policies(self) -> Iterator[str]:
+        """Yield the settings that need the tokens of a model."""
+        playing = f"policy.name {self.policy.name} has messages, and no tokens"
+        columns = [column.name for column in self.dump.columns if column.name in TOKEN_COLUMNS]
+        if columns:
+            yield f"dump.columns: {', '.join(columns)}: {playing} or log-probabilities: remove the columns"
+        for name in ("segment_length", "max_segment_count", "global_max_length"):
+            if getattr(self.scheduler, name) is not None:
+                yield f"scheduler.{name} counts tokens, and {playing}: set it to null"
+        if self.rollout.urls:
+            yield f"rollout.urls are servers of policy.name model, and {self.policy.name} plays: remove one of them"
+        if ATROPOS in (self.env.name, *self.environments.names):
+            yield f"env.name atropos trains on tokens, and {playing}: use policy.name model"
 
     def _of_validation(self) -> Iterator[str]:
         samples = self.validation.samples

@@ -365,9 +365,11 @@ class Episode:
 @contextmanager
 def contained_together(episodes: Sequence[Episode]) -> Iterator[None]:
     """Turn an exception of the body into the failure of these episodes. A lost server or a refused prompt then does not
-    fail the worker."""
+    fail the worker. `ConfigError` passes through."""
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:
         for episode in episodes:
             episode.fail(error)

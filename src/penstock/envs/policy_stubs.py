@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import string
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import cycle
@@ -20,13 +19,12 @@ from penstock.envs.dialogue import EpisodeFailure
 from penstock.envs.exception_location import described
 from penstock.envs.worker_calls import awaited
 from penstock.model.chat import ChatTokenizer
+from penstock.model.random_answers import random_word
 from penstock.samples import Segment, VersionSpan
 from penstock.types import Sampling, SegmentGrant
 
 ANSWER_S = 600.0
 """Time limit for an endpoint's answer."""
-LONGEST_WORD = 6
-"""Maximum number of letters in a random word."""
 PROMPT = "your action> "
 ROLES = ("user", "assistant")
 
@@ -69,9 +67,7 @@ class Chance:
         self._random = random.Random(seed)
 
     async def act(self, said: Sequence[str]) -> str:
-        draw = self._random
-        letters = "".join(draw.choices(string.ascii_lowercase, k=draw.randint(1, LONGEST_WORD)))
-        return draw.choice([letters, str(draw.randint(0, 99)), *said[-1].split()])
+        return random_word(self._random, said[-1])
 
 
 class Demonstrator:

@@ -199,13 +199,18 @@ def without_panic() -> Iterator[None]:
 def byte_tokenizer() -> ChatTokenizer:
     """Return a tokenizer with one token per byte, which represents any text exactly, and the tiny policy's chat
     template. For policy stubs, which have no model."""
-    special = (USER, ASSISTANT, END)
+    tokenizer = byte_level(special := (USER, ASSISTANT, END))
+    return ChatTokenizer(tokenizer, ChatTemplate(CHAT_TEMPLATE), {"eos_token": END}, (special.index(END),))
+
+
+def byte_level(special: Sequence[str]) -> Tokenizer:
+    """Return a tokenizer with these special tokens, numbered from 0, and one token per byte."""
     vocabulary = {token: number for number, token in enumerate((*special, *sorted(ByteLevel.alphabet())))}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = ByteLevelDecoder()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    return ChatTokenizer(tokenizer, ChatTemplate(CHAT_TEMPLATE), {"eos_token": END}, (vocabulary[END],))
+    return tokenizer
 
 
 def _special_tokens(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:

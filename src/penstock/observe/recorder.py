@@ -49,6 +49,10 @@ COUNTED_BY_WORKERS = (
     "scored",
     "score_timeouts",
     "surplus_tokens",
+    "endpoint_requests",
+    "endpoint_retries",
+    "endpoint_prompt_tokens",
+    "endpoint_completion_tokens",
 )
 UNREAD_CALLS = (
     "the policy calls tools in a format that the chat template does not show, so its calls are not read: set "
@@ -244,12 +248,14 @@ class Recorder(Observer):
 
     def progressed(self, groups: int, ledger: Mapping[str, int], scheduling: Scheduling) -> None:
         """Write a progress line unless no group has ended since the latest one. Its step is the number of ended groups.
-        Its tokens are those of completed episodes."""
+        Its tokens are those of completed episodes, or those that an endpoint has counted."""
         if groups == self._latest_step:
             return
         played = {name: self._totals[name] for name in ("reward_total", "tokens_played_total")}
-        totals = {"tasks": self._num_tasks, **played, "tokens_generated_total": played["tokens_played_total"]}
-        self._write({**self._line(groups), **totals, **scheduling, "ledger": ledger})
+        line = self._line(groups)
+        num_tokens = played["tokens_played_total"] + line["endpoint_completion_tokens_total"]
+        totals = {"tasks": self._num_tasks, **played, "tokens_generated_total": num_tokens}
+        self._write({**line, **totals, **scheduling, "ledger": ledger})
 
     def _line(self, step: int) -> dict[str, Any]:
         """Return the figures that every line has."""

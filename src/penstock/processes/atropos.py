@@ -23,11 +23,10 @@ from penstock.compat.pushed_groups import Provenance
 from penstock.config import Config, ConfigError
 from penstock.config.environments import AtroposOptions
 from penstock.envs.pushed_group_exchange import Exchange
-from penstock.model.chat import ChatTokenizer
 from penstock.observe.jsonl import write_json
 from penstock.ports.environment import PolicyClient
 from penstock.processes.env_worker import Worker
-from penstock.processes.layout import model_dir
+from penstock.processes.layout import chat_of
 from penstock.processes.pool_access import pool_of_worker
 from penstock.rollout.app import ApiKeys, App
 from penstock.rollout.generation import Generation
@@ -59,7 +58,7 @@ async def trade(child: Child, config: Config) -> None:
 @asynccontextmanager
 async def open_exchange(child: Child, config: Config, policy: PolicyClient) -> AsyncIterator[Exchange]:
     """Serve the environments for the length of the body, and yield the exchange that receives their groups."""
-    chat = ChatTokenizer.load(model_dir(config, child.run_dir), tool_format=config.model.tool_format)
+    chat = chat_of(config, child.run_dir)
     cache = GenerationCache()
     limit = config.scheduler.max_staleness
     exchange = Exchange(max_staleness=limit, newest=lambda: relay.served.newest, holder=lambda: atropos.holder())

@@ -76,12 +76,14 @@ class Controller:
         self.trainer = RemoteTrainer(self.bus, TRAINER, timeout_s=max(timeout_s, supervisor.hang_s + KILL_S))
         self.system: System | None = None
         self._joining_s = JOINING * config.supervisor.ready_timeout_s
-        self._expected = {f"rollout-{i}" for i in range(config.rollout.num_servers)}
+        self._expected = {f"rollout-{i}" for i in range(config.num_servers)}
         self._expected |= {TRAINER} if config.has_trainer else set()
         self._members: dict[str, messages.Hello] = {}
         self._capacities: dict[str, int] = {}
         """Capacity of each environment worker that asked for work before the system was ready, in episodes."""
         self.servers_and_trainer = asyncio.Event()
+        if not self._expected:  # another policy than the run's own model plays
+            self.servers_and_trainer.set()
         self.server_is_back: Callable[[str], None] = lambda url: None
         self._registry = WorkerRegistry(config, child.run_dir, recorder, now=asyncio.get_running_loop().time)
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from penstock.config import Config, ConfigError, DumpConfig
 from penstock.data.sources import TaskStream
-from penstock.model.chat import ChatTokenizer
 from penstock.ports.group_records import GroupRecord
-from penstock.processes.layout import model_dir
+from penstock.processes.layout import chat_of
 from penstock.store.dumps.columns import DumpError, converter
 from penstock.store.dumps.targets import open_target
 from penstock.store.dumps.trajectory_rows import RowMaker
@@ -32,7 +31,7 @@ def open_dumps(
     """
     if config.pipeline == "eval":
         return []  # held-out tasks are not in the pool
-    chat = ChatTokenizer.load(model_dir(config, run_dir), tool_format=config.model.tool_format)
+    chat = chat_of(config, run_dir)
 
     if (first := tasks.at(0)) is not None:
         check_payload(config.dump, first)

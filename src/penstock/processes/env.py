@@ -26,14 +26,17 @@ from penstock.model.chat import ChatTokenizer
 from penstock.model.files import routing
 from penstock.ports.environment import Environment
 from penstock.processes.env_worker import Worker
-from penstock.processes.layout import model_dir
+from penstock.processes.layout import chat_of, model_dir
 from penstock.processes.pool_access import pool_of_worker
+from penstock.rollout.openai_client import policy_of
 from penstock.sandbox import select
 from penstock.supervisor.child import Child
 from penstock.supervisor.run_journal import living_owner, read_state
 from penstock.supervisor.states import RunState
 
 LOOPBACK = "127.0.0.1"
+UNBOUNDED = 1 << 40
+"""`model.max_context` of a policy that counts its tokens itself."""
 COLLECT_AFTER = 5_000, 10, 10
 """How often garbage is collected (`gc.set_threshold`). Each collection visits the objects of the open episodes, which
 are all in use. By default, an agent's request spends an eighth of its processor time on that."""
@@ -74,7 +77,7 @@ async def play(
     gc.set_threshold(*COLLECT_AFTER)
     select(config.env.sandbox)
     managers = managers_of(config, kinds)
-    chat = ChatTokenizer.load(model_dir(config, child.run_dir), tool_format=config.model.tool_format)
+    chat = chat_of(config, child.run_dir)
     async with (
         making(config, kinds) as make,
         aclosing(Scorers(config)) as scorers,
@@ -83,18 +86,34 @@ async def play(
     ):
         recorded = routing(model_dir(config, child.run_dir)) if config.replays_routers else None
         worker = Worker(config, child.name, pool_of_worker(child), tasks, routing=recorded)
+        other = None if config.policy.has_tokens else policy_of(config.policy)
         manager = EnvManager(
-            config,
+            config if other is None else without_token_limits(config),
             make=make,
-            policy=worker.servers,
+            policy=other or worker.servers,
             grants=worker,
             chat=chat,
             gateway=gateway,
             scorers=scorers,
             managers=managers,
         )
-        await worker.run(child, manager, manager.counts, stop=stop, joined=joined, attached=attached)
+
+        def counts() -> dict[str, float]:
+            return manager.counts() | (dict(other.counts()) if other is not None else {})
+
+        await worker.run(child, manager, counts, stop=stop, joined=joined, attached=attached)
         await worker.servers.close()
+        if other is not None:
+            await other.close()
+
+
+def without_token_limits(config: Config) -> Config:
+    """Return the configuration for a policy without tokens: one request is one answer, whatever bytes it has."""
+    model = config.model.model_copy(update={"max_context": UNBOUNDED})
+    scheduler = config.scheduler.model_copy(
+        update={"max_segment_count": 0}
+    )  # an answer at its limit is never continued
+    return config.model_copy(update={"model": model, "scheduler": scheduler})
 
 
 async def attend(child: Child, kind: type[Environment]) -> None:
@@ -155,7 +174,7 @@ async def gateway_for_agents(
     from penstock.compat.gateway import AgentGateway
     from penstock.runtime.http_server import bind, listening, url_of
 
-    gateway = AgentGateway(chat, model_name=config.model.path)
+    gateway = AgentGateway(chat, model_name=config.model_name)
     listener = bind(LOOPBACK, 0)
     gateway.url = url_of(LOOPBACK, listener)
     async with listening(gateway, listener):

@@ -182,7 +182,11 @@ class Worker(Member):
         if group is None or group.attempt != attempt:
             if group is not None:
                 group.stop()
-            group = self._groups[number] = GroupProgress(work=work, saves_cut=self._saved.saves_cut(work.task))
+            group = self._groups[number] = GroupProgress(
+                work=work,
+                saves_cut=self._saved.saves_cut(work.task),
+                counts_tokens=self._config.policy.has_tokens,
+            )
         saved = self._saved.recall(work)
         for trajectory in saved.ended.values():
             group.keep(trajectory, "")

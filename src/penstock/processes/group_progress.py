@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.ports.work import Work
 from penstock.samples import Sample, Trajectory
 from penstock.sendable import sendable
@@ -22,6 +24,8 @@ class GroupProgress:
     """The first work of this attempt."""
     saves_cut: bool
     """Whether members are saved when their answers are cut."""
+    counts_tokens: bool = True
+    """Whether the policy has tokens. Otherwise the counts in summaries are 0."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     """Tasks that run the members."""
     unreported: list[int] = field(default_factory=list)
@@ -83,13 +87,16 @@ class GroupProgress:
 
     def num_tokens(self, members: list[int]) -> int:
         """Return the number of tokens that the policy generated for these members."""
-        return sum(self._ended[member][0].num_tokens for member in members)
+        return sum(self._ended[member][0].num_tokens for member in members) if self.counts_tokens else 0
 
     def summaries(self, members: list[int]) -> list[EpisodeSummary]:
         """Return the summaries of members. Only that of the first one has a text, which samples show."""
         shown = self.work.keep_text
         texts = {number: sendable(self._ended[number][1], MAX_TEXT) for number in members[:1] if shown}
-        return [self._ended[number][0].summary(text=texts.get(number)) for number in members]
+        found = [self._ended[number][0].summary(text=texts.get(number)) for number in members]
+        if self.counts_tokens:
+            return found
+        return [msgspec.structs.replace(each, prompt_tokens=0, response_tokens=0) for each in found]
 
     def stop(self) -> None:
         """Stop all tasks of the group."""

@@ -13,6 +13,8 @@ from typing import Any
 from penstock.cluster.slot_assignments import SlotAssignments, assign_slots
 from penstock.config import Config
 from penstock.config.environments import ATROPOS
+from penstock.model.chat import ChatTokenizer
+from penstock.model.message_tokens import MessageTokenizer
 from penstock.model.tiny import write_tiny_model
 from penstock.ports.process_launcher import ProcessSpec
 from penstock.supervisor.child import Child
@@ -55,7 +57,7 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
 
     rollouts = [
         spec("rollout", number, _pool(config, "rollout"), serves_at=_place_of(config, number))
-        for number in range(config.rollout.num_servers)
+        for number in range(config.num_servers)
     ]
     environments = [spec("env", number, _pool(config, "environment")) for number in range(config.env.workers)]
     trainers = _trainers(config, spec) if config.has_trainer else []
@@ -149,7 +151,7 @@ def slots_of(config: Config) -> SlotAssignments:
 def num_servers_beside(config: Config, name: str) -> int:
     """Return the number of rollout servers on the machine of process `name`; it counts itself if it is one of them."""
     machines = _machines(config)
-    return sum(machines[f"rollout-{number}"] == machines[name] for number in range(config.rollout.num_servers))
+    return sum(machines[f"rollout-{number}"] == machines[name] for number in range(config.num_servers))
 
 
 def are_together(config: Config, one: str, other: str) -> bool:
@@ -215,8 +217,15 @@ def model_dir(config: Config, run_dir: Path) -> Path:
     return run_dir / "model" if config.model.path == "tiny" else Path(config.model.path)
 
 
+def chat_of(config: Config, run_dir: Path) -> ChatTokenizer:
+    """Return the tokenizer and the chat template of the policy. Raises `ModelError`."""
+    if not config.policy.has_tokens:
+        return MessageTokenizer()
+    return ChatTokenizer.load(model_dir(config, run_dir), tool_format=config.model.tool_format)
+
+
 def prepare(config: Config, run_dir: Path) -> None:
     """Create the pool's folder, and the tiny model if that is the policy."""
     (run_dir / "pool").mkdir(parents=True, exist_ok=True)
-    if config.model.path == "tiny":
+    if config.model.path == "tiny" and config.policy.has_tokens:
         write_tiny_model(model_dir(config, run_dir), config.model.tiny, config.model.max_context)

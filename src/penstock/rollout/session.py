@@ -39,8 +39,10 @@ class RolloutError(RuntimeError):
 
     self_explanatory = True
 
-    def __init__(self, url: str, message: str, status: int | None = None) -> None:
+    def __init__(self, url: str, message: str, status: int | None = None, *, retry_after: str | None = None) -> None:
+        """`retry_after`: the answer's header of this name."""
         self.url, self.message, self.status = url, short(message, MAX_ERROR_CHARS), status
+        self.retry_after = retry_after
         super().__init__(f"rollout server {url}: {self.message}")
 
 
@@ -105,7 +107,8 @@ class HttpSession:
             except (aiohttp.ClientError, OSError) as error:
                 raise RolloutError(url, f"{method} {path} got no answer: {_reason(error)}") from error
         if response.status != 200:
-            raise RolloutError(url, f"{method} {path} answered {response.status}: {_message(answer)}", response.status)
+            message, retry_after = f"{method} {path} answered {response.status}: {_message(answer)}", "Retry-After"
+            raise RolloutError(url, message, response.status, retry_after=response.headers.get(retry_after))
         return answer
 
     async def close(self) -> None:

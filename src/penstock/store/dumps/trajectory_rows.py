@@ -55,20 +55,27 @@ class Played:
         return [self.transcript.messages(each) for each in whole] if len(whole) > 1 else None
 
 
+def _num_tokens(name: str, played: Played) -> int | None:
+    """Return a count of tokens. None for a policy without tokens."""
+    return getattr(played.summary, name) if played.config.policy.has_tokens else None
+
+
 OF_EPISODE = ("tag", "group", "episode", "attempt")
-OF_SUMMARY = ("status", "stop_reason", "error", "reward", "num_turns", "prompt_tokens", "response_tokens", "seconds")
+OF_SUMMARY = ("status", "stop_reason", "error", "reward", "num_turns", "seconds")
+COUNTS = ("prompt_tokens", "response_tokens")
 FACTS: Mapping[str, Callable[[Played], Any]] = {
     **{name: attrgetter(name) for name in ("step", "messages", "branches")},
     **{name: attrgetter(f"record.{name}") for name in ("task_index", "task_id")},
     **{name: attrgetter(f"summary.episode.{name}") for name in OF_EPISODE},
     **{name: attrgetter(f"summary.{name}") for name in OF_SUMMARY},
+    **{name: partial(_num_tokens, name) for name in COUNTS},
     "token_ids": lambda it: it.sample.token_ids.tolist(),
     "loss_mask": lambda it: it.sample.loss_mask.tolist(),
     "logprobs": lambda it: it.sample.logprobs.tolist(),
     "versions": lambda it: it.sample.versions.tolist(),
     "trajectory": attrgetter("name"),
     "mode": attrgetter("config.pipeline"),
-    "model": attrgetter("config.model.path"),
+    "model": attrgetter("config.model_name"),
     "seed": attrgetter("summary.env_seed"),
     "policy_version_min": lambda it: _version(it.summary.version_min),
     "policy_version_max": lambda it: _version(it.summary.version_max),

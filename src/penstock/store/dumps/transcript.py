@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 from penstock.model.chat import SENTINEL, ChatTokenizer
 from penstock.model.files import ModelError
+from penstock.model.message_tokens import MessageTokenizer
 from penstock.samples import Sample
 
-
-class Message(TypedDict):
-    role: str
-    content: str
+Message = dict[str, Any]
+"""A message with `role` and `content`; that of a policy without tokens also has its calls of tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,7 @@ class Transcript:
     """Converts a model's trajectories to messages.
 
     A prompt that is not a single user message (for example an agent's own prompt) stays as the template rendered it.
+    The messages of a policy without tokens are what they were.
     """
 
     def __init__(self, chat: ChatTokenizer) -> None:
@@ -45,6 +45,8 @@ class Transcript:
     def messages(self, sample: Sample) -> list[Message]:
         """Return the messages of a trajectory: observations from the user, actions from the assistant."""
         token_ids, found = sample.token_ids.tolist(), list[Message]()
+        if isinstance(self._chat, MessageTokenizer):
+            return self._chat.transcript(token_ids)
         for said, start, end in _stretches(sample.loss_mask.tobytes()):
             if said:
                 found.append(Message(role="assistant", content=self._chat.decode(token_ids[start:end])))
