@@ -62,7 +62,7 @@ async def run(system: System) -> None:
 
 async def evaluate_only(system: System) -> None:
     """Play the held-out tasks with the current policy."""
-    await (recovery.begin(system) if system.config.has_trainer else recovery.begin_without_trainer(system))
+    await recovery.begin_without_trainer(system)
     async with alongside(never_returns(dispatch, system)):
         await evaluate(system, "given")
     system.recorder.event("completed", step=system.num_steps, ledger=system.scheduler.evaluations.ledger.counts())

@@ -31,7 +31,7 @@ def config(tmp_path: Path) -> Path:
         (["dump.columns=[[a, int]]"], 2, "dump.columns.0.type"),
         (["dump.colums=[[a, string]]"], 2, "did you mean dump.columns?"),
         (["pipeline=train"], 2, "pipeline is train: `penstock train"),
-        (["rollout.engine=vllm"], 2, "no trainer that publishes weights"),
+        (["rollout.engine=vllm"], 2, "model.path tiny has no weights that rollout.engine vllm could load"),
         (["--checkpoint", "nothing"], 1, "no run named nothing"),
         (["policy.name=openai"], 2, "policy: name openai needs base_url"),
         (["policy={name: openai, base_url: host, model: m}"], 2, "does not begin with http:// or https://"),

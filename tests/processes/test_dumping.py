@@ -27,7 +27,7 @@ def dumps(run_dir: Path, pipeline: str, tell: Tell = lambda *_, **__: None, **se
     prepare(config, run_dir)
     pool = ExperiencePool(run_dir / "pool")
     try:
-        return open_dumps(config, run_dir, pool, TaskStream(OneTask()), tell)
+        return open_dumps(config, run_dir, pool, TaskStream(OneTask()), tell, model_name="m")
     finally:
         pool.close()
 

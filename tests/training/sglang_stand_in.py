@@ -19,6 +19,7 @@ from penstock.trainer.checkpoint import STATE
 from penstock.types import NO_VERSION
 
 parser = argparse.ArgumentParser()
+parser.add_argument("--load-format", default="auto")
 for word in ("--host", "--port", "--model-path", "--served-model-name", "--context-length", "--config"):
     parser.add_argument(word, required=True)
 words, _ = parser.parse_known_args()
@@ -27,8 +28,10 @@ own_key = yaml.safe_load(Path(words.config).read_text())["api-key"]
 os.environ.update(dict.fromkeys(("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY"), own_key))
 with tempfile.TemporaryDirectory() as scratch:
     model = Path(shutil.copytree(words.model_path, scratch, dirs_exist_ok=True))
-    load_policy(model, weights=False, seed=0).save_pretrained(model)
-    write_json(model / STATE, {"policy_version": NO_VERSION})
+    if words.load_format == "dummy":
+        load_policy(model, weights=False, seed=0).save_pretrained(model)
+    # SGLang knows nothing of a checkpoint's version.
+    write_json(model / STATE, {"policy_version": NO_VERSION if words.load_format == "dummy" else 0})
     place = [f"rollout.host={words.host}", f"rollout.port={words.port}"]
     size = [f"model.max_context={words.context_length}", "env.max_new_tokens=1"]
     serve_alone(default_config([*place, *size]), model, model_name=words.served_model_name)

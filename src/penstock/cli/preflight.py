@@ -76,7 +76,9 @@ def check(config: Config) -> None:
 
 def check_policy(config: Config) -> None:
     """Check that the model can be loaded and shared as the configuration says. Raises `Refused`."""
-    if config.model.path != "tiny":
+    if config.model.path != "tiny" and config.uses_given_weights:
+        ChatTokenizer.load(Path(config.model.path))
+    elif config.model.path != "tiny":
         check_model(Path(config.model.path))
         check_context(Path(config.model.path), config.model.max_context)
     check_heads(config)
@@ -149,7 +151,7 @@ def check_sandbox(config: Config) -> None:
 def check_room(config: Config) -> None:
     """Check that the run has room for the files that it will certainly write: weights in shared memory and, if the run
     trains, checkpoints on disk. Raises `Refused`."""
-    is_loaded = config.policy.has_tokens and config.model.path != "tiny"
+    is_loaded = config.policy.has_tokens and config.model.path != "tiny" and not config.uses_given_weights
     parameters = num_parameters(Path(config.model.path)) if is_loaded else 0
     runs_dir, published = existing_parent(Path(config.runs_dir)), runtime.base()
     files, remedy, checkpoints = "tokens and logs", "free some, or set runs_dir to another disk", 0
@@ -160,7 +162,7 @@ def check_room(config: Config) -> None:
     check_free("runs_dir", runs_dir, checkpoints + LEAST_DISK_BYTES, files, remedy)
     cluster = config.cluster
     elsewhere = cluster.address is not None and all(cluster.pool_of(role) for role in ("actor", "rollout"))
-    num_versions = 0 if elsewhere else {"train": PUBLISHED, "eval": 1, "rollout": 0}[config.pipeline]
+    num_versions = PUBLISHED if config.has_trainer and not elsewhere else 0
     # "auto" on a machine without an accelerator is float32: this is a lower bound, as all that is counted here.
     served = {"float32": 4, "bfloat16": 2, "auto": 4 if config.model.device == "cpu" else 2}[config.model.dtype]
     remedy = f"free some, or mount {published} larger (in a container: --shm-size)"

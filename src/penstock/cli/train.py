@@ -70,7 +70,7 @@ def begin(
         return 0
     check(config)
     check_memory(config)
-    if pipeline != "train" and config.model_name == "tiny":
+    if pipeline != "train" and config.model_name == "tiny" and not config.uses_given_weights:
         print(UNTRAINED, file=sys.stderr)
     if detach:
         run_id = config.run_id or run_directory.new_run_id()
@@ -86,6 +86,7 @@ def evaluate(path: Path, overrides: Sequence[str], checkpoint: str | None, runs_
     if results is not None and not results.absolute().parent.is_dir():
         raise Refused(f"--json: there is no directory {results.parent}")
     words = [*AS_IT_IS, *overrides, *policy_word(checkpoint, runs_dir)]
+    check_checkpoint(checkpoint, load_config(path, words))
     return begin("eval", path, words, detach=False, dry_run=False, results=results)
 
 
@@ -94,8 +95,10 @@ def rollout(
     path: Path, overrides: Sequence[str], *, checkpoint: str | None, runs_dir: Path, detach: bool, dry_run: bool
 ) -> int:
     """Run every task and dump the trajectories; return the exit code."""
-    held_out = no_held_out_tasks(load_config(path, [*PLAYS_ONLY, *overrides]))
-    words = [*PLAYS_ONLY, *held_out, *overrides, *policy_word(checkpoint, runs_dir)]
+    own = [*overrides, *policy_word(checkpoint, runs_dir)]
+    config = load_config(path, [*PLAYS_ONLY, *own])
+    check_checkpoint(checkpoint, config)
+    words = [*PLAYS_ONLY, *no_held_out_tasks(config), *own]
     return begin("rollout", path, words, detach=detach, dry_run=dry_run)
 
 
@@ -119,6 +122,13 @@ def policy_word(checkpoint: str | None, runs_dir: Path) -> list[str]:
     if found is None:
         raise Refused(f"--checkpoint {checkpoint}: run {run_dir.name} has no complete checkpoint: see `penstock runs`")
     return [f"model.path={Path(found.directory).absolute()}"]
+
+
+def check_checkpoint(checkpoint: str | None, config: Config) -> None:
+    """Check that the run plays the given checkpoint. Raises `Refused`."""
+    if checkpoint is not None and (config.uses_given_weights or not config.policy.has_tokens):
+        other = "rollout.urls name servers" if config.uses_given_weights else f"policy.name is {config.policy.name}"
+        raise Refused(f"--checkpoint {checkpoint}: {other}, which would not play it: leave out one of them")
 
 
 @refusing

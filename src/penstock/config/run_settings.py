@@ -86,8 +86,9 @@ class RolloutConfig(Section):
     Python environment (`python`), or run already (`urls`)."""
     servers: int = Field(1, ge=1)
     urls: list[str] = Field(default_factory=list)
-    """Addresses of servers that run already, instead of `servers` that the run starts. They must be able to read the
-    files that the trainer writes."""
+    """Addresses of servers that run already, instead of `servers` that the run starts. In training, they must be able
+    to read the files that the trainer writes. `penstock rollout` and `penstock eval` use them with the model that they
+    have; `model.path` then only gives the tokenizer."""
     python: str | None = None
     """Python interpreter of the environment that has `engine` installed; the run's own interpreter if unset."""
     args: list[str] = Field(default_factory=list)
@@ -216,11 +217,14 @@ class Config(Section):
 
     @property
     def has_trainer(self) -> bool:
-        """Return whether a trainer process publishes weights. Otherwise the servers load the policy themselves. Foreign
-        engines and servers given by `rollout.urls` cannot load it, so an evaluation with them also needs the
-        trainer."""
-        given = self.rollout.engine != "penstock" or bool(self.rollout.urls)
-        return self.pipeline == "train" or (self.pipeline == "eval" and given)
+        """Return whether a trainer process publishes weights. Otherwise the servers load the policy themselves, and
+        servers given by `rollout.urls` are used as they are."""
+        return self.pipeline == "train"
+
+    @property
+    def uses_given_weights(self) -> bool:
+        """Return whether the servers run already, and keep the weights that they have."""
+        return bool(self.rollout.urls) and not self.has_trainer
 
     @property
     def replays_routers(self) -> bool:
@@ -229,8 +233,8 @@ class Config(Section):
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of ranks of the trainer's actor. A trainer that only publishes weights has one rank."""
-        return self.trainer.ranks if self.pipeline == "train" else 1
+        """Return the number of ranks of the trainer's actor."""
+        return self.trainer.ranks if self.has_trainer else 1
 
     @property
     def num_servers(self) -> int:
@@ -401,10 +405,11 @@ class Config(Section):
                 f"scheduler.mode colocated needs servers that give their memory to the trainer, and rollout.engine "
                 f"{rollout.engine} does not: use rollout.engine penstock or another mode"
             )
-        if rollout.engine != "penstock" and not self.has_trainer:
+        loads_itself = rollout.engine != "penstock" and not (self.has_trainer or rollout.urls)
+        if loads_itself and self.policy.name == "model" and self.model.path == "tiny":
             yield (
-                f"pipeline {self.pipeline} has no trainer that publishes weights, and rollout.engine {rollout.engine} "
-                "waits for them: use rollout.engine penstock"
+                f"model.path tiny has no weights that rollout.engine {rollout.engine} could load: give --checkpoint, "
+                "set model.path to a model directory, or use rollout.engine penstock"
             )
         if self.cluster.address and rollout.engine == "penstock" and rollout.urls and not rollout.control_key:
             yield (

@@ -31,10 +31,14 @@ def write(run_dir: Path) -> Record:
 
 def write_evaluation(run_dir: Path, *, model: str, copy: Path | None = None) -> Record | None:
     """Write `evaluation.json` of a run that only evaluates, and the same to `copy`; return the evaluation. Return None
-    and write nothing if the run has no evaluation yet."""
-    found = [event for event in jsonl.read(run_dir / "events.jsonl") if event.get("event") == "evaluation"]
+    and write nothing if the run has no evaluation yet. `model`: the model that was played, unless servers that ran
+    already have said which one they serve."""
+    events = jsonl.read(run_dir / "events.jsonl")
+    found = [event for event in events if event.get("event") == "evaluation"]
     if not found:
         return None
+    served = {str(event.get("model") or "unknown"): True for event in events if event.get("event") == "server_model"}
+    model = ", ".join(served) or model
     figures = {key: value for key, value in found[-1].items() if key not in ("event", "when", "step")}
     for file in filter(None, (run_dir / EVALUATION, copy)):
         jsonl.write_json(file, {"run_id": run_dir.name, "model": model, **figures})

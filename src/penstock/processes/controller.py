@@ -276,7 +276,6 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         train = found if config.pipeline != "rollout" else tasks_to_play(config, found, recorder)
         tasks = TaskStream(train, held_out=held_out, warn=lambda reason: recorder.event("alarm", reason=reason))
         pool = await asyncio.to_thread(ExperiencePool, controller.pool_dir)
-        dumps = await asyncio.to_thread(open_dumps, config, child.run_dir, pool, tasks, recorder.event)
     await controller.all_joined()
     timeout_s, supervisor = config.rollout.request_timeout_s, config.supervisor
     beside = asyncio.TaskGroup()
@@ -289,7 +288,18 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         claim=child.secret("claim"),
         timeout_s=timeout_s,
         lost=lambda url, why: recorder.event("server_lost", url=url, why=why),
+        keeps_weights=config.uses_given_weights,
     )
+    model_name = config.model_name
+    if config.uses_given_weights:
+        claimed = await servers.claimed()
+        for each in claimed:
+            recorder.event("server_model", **each._asdict())
+        model_name = ", ".join(dict.fromkeys(each.model or "unknown" for each in claimed))
+    async with deadline(DATA_S, waiter="controller", resource="the dump", holder="its target"):
+        dumps = await asyncio.to_thread(
+            open_dumps, config, child.run_dir, pool, tasks, recorder.event, model_name=model_name
+        )
     searcher = None
     if config.scheduler.tuning.mode == "auto" and config.pipeline == "train":
         searcher = ProcessSearcher(

@@ -23,11 +23,12 @@ TRAJECTORIES = "trajectories"
 
 
 def open_dumps(
-    config: Config, run_dir: Path, pool: ExperiencePool, tasks: TaskStream, tell: Tell
+    config: Config, run_dir: Path, pool: ExperiencePool, tasks: TaskStream, tell: Tell, *, model_name: str
 ) -> list[Dump | Samples]:
     """Return the dumps of a run. Raises `ConfigError` if a run that only generates cannot open its dump.
 
-    A run that trains goes on without a dump that cannot be opened, and records an alarm.
+    A run that trains goes on without a dump that cannot be opened, and records an alarm. `model_name`: the model that
+    plays.
     """
     if config.pipeline == "eval":
         return []  # held-out tasks are not in the pool
@@ -41,7 +42,8 @@ def open_dumps(
         return task.payload if task is not None else {}
 
     def rendering(dump: DumpConfig, *, run_id: str = "") -> Rendering:
-        maker, target = RowMaker(config, chat, columns=dump.columns), open_target(dump, run_id=run_id)
+        maker = RowMaker(config, chat, columns=dump.columns, model_name=model_name)
+        target = open_target(dump, run_id=run_id)
         return Rendering(pool=run_dir / "pool", maker=maker, target=target)
 
     dumps: list[Dump | Samples] = []

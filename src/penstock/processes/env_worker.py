@@ -59,6 +59,7 @@ class Worker(Member):
             timeout_s=rollout.request_timeout_s,
             routing=routing,
             seeded=rollout.seeded,
+            keeps_weights=config.uses_given_weights,
         )
         self._writer, self._saved = pool.writer, PartialRollouts(config, pool)
         self._controllers_host = ""

@@ -44,6 +44,7 @@ from penstock.runtime.http_server import bind, listening, url_of
 from penstock.supervisor.child import Child
 from penstock.supervisor.run_journal import read_state
 from penstock.supervisor.states import RunState
+from penstock.trainer.checkpoint import stored_version
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +108,15 @@ async def serve(child: Child, config: Config) -> None:
     session = HttpSession(api_key=rollout.control_key, claim=secret, timeout_s=rollout.request_timeout_s)
     try:
         async with engine_of(child, config) as (url, process):
-            client, is_only = connect(config.rollout.engine, url, session), len(config.rollout.urls) < 2
-            claim = ServerClaim(client, child.run_id, secret, is_only=is_only)
+            keeps, is_only = config.uses_given_weights, len(rollout.urls) < 2
+            client = connect(rollout.engine, url, session, keeps_weights=keeps)
+            claim = ServerClaim(client, child.run_id, secret, is_only=is_only, is_shared=keeps)
             if config.rollout.urls and is_running(child):
                 logger.info("joins the run again; clients use the server at %s once it answers", url)
             else:
                 await await_server(config, claim, process)
+            if not (config.has_trainer or rollout.urls):
+                await client.label_weights(str(stored_version(model_dir(config, child.run_dir))))
             metrics = EngineMetrics(child.name, config, url, session)
             async with (
                 claim.renewed(),
@@ -223,18 +227,18 @@ async def _answer(session: aiohttp.ClientSession, engine: str, path: str, reques
 
 
 def command(child: Child, config: Config, place: Place, own_key: str | None) -> list[str]:
-    """Return the command line of the engine's server. It starts with dummy weights, because the trainer sends the real
-    ones. SGLang reads its key from a file, because other users see a command line."""
+    """Return the command line of the engine's server. If a trainer sends the weights, it starts with dummy ones.
+    SGLang reads its key from a file, because other users see a command line."""
     rollout, model = config.rollout, str(model_dir(config, child.run_dir))
     words = [rollout.python or sys.executable, "-m", MODULES[rollout.engine]]
     words += ["--host", LOOPBACK, "--port", str(place)] if isinstance(place, int) else ["--uds", str(place)]
     words += ["--served-model-name", config.model.path]
-    words += ["--dtype", config.model.dtype, "--load-format", "dummy"]
+    words += ["--dtype", config.model.dtype, *(["--load-format", "dummy"] if config.has_trainer else [])]
     if rollout.engine == "vllm":
         words += ["--model", model, "--max-model-len", str(config.model.max_context)]
         words += ["--max-num-seqs", str(rollout.slots), "--enable-scale-out"]
         words += ["--logprobs-mode", "processed_logprobs", "--uvicorn-log-level", "warning"]
-        words += ["--hf-overrides", UNTIED]
+        words += ["--hf-overrides", UNTIED] if config.has_trainer else []
     else:
         words += ["--model-path", model, "--context-length", str(config.model.max_context)]
         words += ["--max-running-requests", str(rollout.slots), "--enable-metrics"]
@@ -280,13 +284,17 @@ class ServerClaim:
     """A claim of this run on the server. Each lease lasts `LEASE_S` seconds; the run renews it, and releases it at the
     end."""
 
-    def __init__(self, client: ServerClient, run_id: str, nonce: str, *, is_only: bool = True) -> None:
-        """`is_only`: the run has no other server, so it ends if another run takes this one."""
-        self.client, self._run, self._is_only = client, (run_id, nonce), is_only
+    def __init__(
+        self, client: ServerClient, run_id: str, nonce: str, *, is_only: bool = True, is_shared: bool = False
+    ) -> None:
+        """`is_only`: the run has no other server, so it ends if another run takes this one. `is_shared`: the run
+        changes nothing on the server, and claims nothing."""
+        self.client, self._run, self._is_only, self._is_shared = client, (run_id, nonce), is_only, is_shared
 
     async def take(self) -> None:
         """Claim the server. Raises `RolloutError` with status 409 while another run holds the claim."""
-        await self.client.claim(*self._run, lease_s=LEASE_S)
+        if not self._is_shared:
+            await self.client.claim(*self._run, lease_s=LEASE_S)
 
     @asynccontextmanager
     async def renewed(self) -> AsyncIterator[None]:
@@ -314,7 +322,8 @@ class ServerClaim:
                 yield
         finally:
             with suppress(RolloutError, Stalled):
-                await self.client.claim(*self._run, lease_s=0.0)
+                if not self._is_shared:
+                    await self.client.claim(*self._run, lease_s=0.0)
 
 
 async def await_server(config: Config, claim: ServerClaim, process: Process | None) -> None:

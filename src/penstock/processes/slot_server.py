@@ -24,7 +24,6 @@ from penstock.config import Config
 from penstock.deadline import first
 from penstock.model.chat import ChatTokenizer
 from penstock.model.compute import CopyStream
-from penstock.model.files import ModelError, read_json_if_present
 from penstock.model.load_policy import load_policy, resolve_device, resolve_dtype
 from penstock.processes.bus_client import Member, Telemetry, membership
 from penstock.processes.devices import num_threads, take_one
@@ -41,8 +40,8 @@ from penstock.runtime.http_server import bind, listening, url_of
 from penstock.supervisor.child import Child
 from penstock.supervisor.procfs import boot_id
 from penstock.supervisor.runtime import runtime_dirs
-from penstock.trainer.checkpoint import STATE
-from penstock.types import MAX_VERSION, NO_VERSION, WeightsHandle
+from penstock.trainer.checkpoint import stored_version
+from penstock.types import NO_VERSION, WeightsHandle
 from penstock.weights.collective import Groups, max_bucket_bytes
 from penstock.weights.receiver import Receiver
 from penstock.weights.shared_memory import describe, fingerprint, layout
@@ -63,10 +62,7 @@ def make_engine(config: Config, directory: Path, *, weights: Weights) -> SlotEng
     """
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
-    stored = read_json_if_present(directory, STATE) if weights == "stored" else {}
-    version = stored.get("policy_version", 0)
-    if type(version) is not int or not NO_VERSION <= version <= MAX_VERSION:
-        raise ModelError(f"{directory / STATE}: policy_version is {str(version)[:99]!r}, expected a whole number")
+    version = stored_version(directory) if weights == "stored" else 0
     return SlotEngine(
         load_policy(directory, dtype=dtype, device=device, weights=weights == "stored", seed=config.seed),
         num_slots=config.rollout.slots,

@@ -9,27 +9,31 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 from msgspec import Struct
 
-from penstock.deadline import deadline
+from penstock.deadline import Stalled, deadline
 from penstock.rollout import bodies
 from penstock.rollout.request import MAX_TOKEN
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.routed_experts import Routing, compact, from_wire
+from penstock.runtime.http_client import short
 from penstock.samples import Segment, VersionSpan
-from penstock.types import MAX_VERSION, FinishReason, Sampling, SegmentGrant, UpdateMode, WeightsHandle
+from penstock.types import MAX_VERSION, NO_VERSION, FinishReason, Sampling, SegmentGrant, UpdateMode, WeightsHandle
 
 logger = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"
 """Label of weights that no policy_version describes: another run's, or those of a half-finished update."""
 
+NO_ROUTE = (403, 404, 405)
+"""Statuses of a server that lacks a route."""
 MIN_LOGPROB, MAX_LOGPROB = -1e4, 1e-3
 """Log-probabilities are at most zero, up to rounding, and those of sampled tokens are not tiny."""
 BYTES_OF_ANSWER, BYTES_PER_TOKEN = 1 << 20, 256
@@ -49,6 +53,27 @@ STAT_S = 30.0
 """Timeout for a file's status, which may be on a slow shared file system."""
 
 FINISH_REASONS: dict[type, FinishReason] = {bodies.Stop: "stop", bodies.Length: "length", bodies.Abort: "abort"}
+
+
+class ListedModel(Struct):
+    """A model of `/v1/models`."""
+
+    id: str
+
+
+class ListedModels(Struct):
+    """The reply of `/v1/models`."""
+
+    data: list[ListedModel]
+
+
+class Claimed(NamedTuple):
+    """What a server says that it serves. None: it does not say."""
+
+    url: str
+    model: str | None
+    weights: str | None
+    """Its label of the weights."""
 
 
 class ServedLabel(Struct):
@@ -71,6 +96,9 @@ class ServerClient(ABC):
     keys and values."""
     label_path: str
     """Path of the route that reports the label of the served weights."""
+    keeps_weights = False
+    """Whether the server is used with the weights that it has. A label that is not a policy_version, or none at all,
+    then means that the version is not known (`NO_VERSION`)."""
     routing: Routing | None = None
     """What the policy's routers record. None: it has no experts, or their record is not wanted."""
     seeded = False
@@ -102,8 +130,30 @@ class ServerClient(ABC):
 
     async def served_version(self) -> int:
         """Return the served policy_version within seconds. Raises RolloutError or Stalled unless the server can
-        generate with published weights."""
-        return self._version((await self._label()).weight_version)
+        generate with published weights, or with its own ones if it keeps them."""
+        try:
+            label = (await self._label()).weight_version
+        except RolloutError as error:
+            if not self.keeps_weights or error.status not in NO_ROUTE:
+                raise
+            await self.alive()
+            return NO_VERSION
+        return self._version(label)
+
+    async def claimed(self) -> Claimed:
+        """Return what the server says that it serves."""
+        model = label = None
+        with suppress(RolloutError, Stalled):
+            path = "/v1/models"
+            listed = await self._session.call("GET", self.url, path, None, ListedModels, timeout_s=PROBE_S)
+            model = short(", ".join(each.id for each in listed.data)) or None
+        with suppress(RolloutError, Stalled):
+            label = short((await self._label()).weight_version) or None
+        return Claimed(self.url, model, label)
+
+    async def label_weights(self, label: str) -> None:
+        """Set the label of the served weights."""
+        await self._post("/update_weight_version", {"new_version": label})
 
     async def _label(self) -> ServedLabel:
         return await self._session.call("GET", self.url, self.label_path, None, ServedLabel, timeout_s=PROBE_S)
@@ -114,9 +164,9 @@ class ServerClient(ABC):
         Only Penstock servers store claims. A second run on another engine shows up as policy_versions that this run has
         not published."""
 
-    @abstractmethod
     async def forget_weights(self) -> None:
         """Reset version numbers, because a run takes over a server that another run may have used."""
+        await self.label_weights(UNKNOWN)
 
     async def begin_weights(self, handle: WeightsHandle) -> None:
         """Stage and verify weights. The served weights do not change.
@@ -235,6 +285,8 @@ class ServerClient(ABC):
         if not all(MIN_LOGPROB <= logprob <= MAX_LOGPROB for logprob in logprobs):
             message = f"returned numbers above zero, below {MIN_LOGPROB:g}, or none, as log-probabilities"
             raise RolloutError(self.url, message, 200)
+        if self.keeps_weights and not labelled:
+            labelled = [bodies.WeightSpan(version="", start=0, end=len(token_ids))]
         spans = [
             VersionSpan(self._version(span.version), span.start, span.end)
             for span in labelled
@@ -259,7 +311,10 @@ class ServerClient(ABC):
 
         Raises RolloutError with status 503 for any other label. Engines have their own label before the first update.
         The label is `UNKNOWN` after an update that failed."""
-        if not label.isdecimal() or len(label) > len(str(MAX_VERSION)) or int(label) > MAX_VERSION:
+        is_version = label.isdecimal() and len(label) <= len(str(MAX_VERSION)) and int(label) <= MAX_VERSION
+        if not is_version and self.keeps_weights:
+            return NO_VERSION
+        if not is_version:
             raise RolloutError(
                 self.url, f"serves weights with the label {label[:99]!r}, which no trainer published", 503
             )
@@ -312,6 +367,9 @@ class RolloutClient(ServerClient):
 
     async def served_version(self) -> int:
         return (await self.ready()).policy_version
+
+    async def _label(self) -> ServedLabel:
+        return ServedLabel(str(await self.served_version()))
 
     async def claim(self, run_id: str, nonce: str, *, lease_s: float) -> None:
         await self._post("/claim", bodies.ClaimBody(run_id=run_id, nonce=nonce, lease_s=lease_s), timeout_s=PROBE_S)

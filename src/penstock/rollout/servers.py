@@ -29,7 +29,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from penstock.deadline import Stalled, holding, report, warn_if_stalled
 from penstock.ports.training import TrainerLost
-from penstock.rollout.client import BEGIN_S, COMMIT_S, RolloutClient, ServerClient
+from penstock.rollout.client import BEGIN_S, COMMIT_S, Claimed, RolloutClient, ServerClient
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.rollout.sglang_client import SGLangClient
 from penstock.rollout.vllm_client import VllmClient
@@ -86,12 +86,14 @@ def connect(
     session: HttpSession,
     update_mode: UpdateMode | None = None,
     routing: Routing | None = None,
+    *,
     seeded: bool = False,
+    keeps_weights: bool = False,
 ) -> ServerClient:
-    """Return the client of one server. With `update_mode` None, the client's default applies. `routing` and `seeded`:
-    see `ServerClient`."""
+    """Return the client of one server. With `update_mode` None, the client's default applies. `routing`, `seeded` and
+    `keeps_weights`: see `ServerClient`."""
     client = CLIENTS[engine](url.rstrip("/"), session, update_mode=update_mode)
-    client.routing, client.seeded = routing, seeded
+    client.routing, client.seeded, client.keeps_weights = routing, seeded, keeps_weights
     return client
 
 
@@ -162,13 +164,20 @@ class Servers:
         lost: Callable[[str, str], object] = lambda url, why: None,
         routing: Routing | None = None,
         seeded: bool = False,
+        keeps_weights: bool = False,
     ) -> None:
         """`claim`: nonce of the run, for a process that controls its servers. `lost` is called with the URL of a lost
         server and the reason. With `update_mode` None, the engine client's default applies. `routing`: what the
-        policy's routers record; None: nothing. `seeded`: see `ServerClient`."""
+        policy's routers record; None: nothing. `seeded`, `keeps_weights`: see `ServerClient`."""
         self._session = HttpSession(api_key=api_key, claim=claim, timeout_s=timeout_s)
         self._connect = partial(
-            connect, engine, session=self._session, update_mode=update_mode, routing=routing, seeded=seeded
+            connect,
+            engine,
+            session=self._session,
+            update_mode=update_mode,
+            routing=routing,
+            seeded=seeded,
+            keeps_weights=keeps_weights,
         )
         self._servers = [ServerState(self._connect(url)) for url in urls]
         self._last_server: OrderedDict[EpisodeId, ServerState] = OrderedDict()
@@ -382,6 +391,10 @@ class Servers:
         if server.lost_at is None:
             self._on_lost(server.client.url, str(error))
         server.lost_at = asyncio.get_running_loop().time()
+
+    async def claimed(self) -> list[Claimed]:
+        """Return what each server says that it serves."""
+        return await asyncio.gather(*(server.client.claimed() for server in self._servers))
 
     async def forget_weights(self) -> None:
         """Reset version numbers on all servers, which may have served an earlier run. A server that fails is lost.

@@ -15,7 +15,6 @@ from penstock.rollout.client import (
     COMMIT_S,
     PROBE_S,
     RESUME_S,
-    UNKNOWN,
     ServerClient,
     sampling_body,
 )
@@ -63,8 +62,8 @@ class SGLangClient(ServerClient):
         """Check that the server answers `/model_info`. Other missing features show at the first update."""
         await self._label()
 
-    async def forget_weights(self) -> None:
-        await self._post("/update_weight_version", {"new_version": UNKNOWN, "abort_all_requests": False})
+    async def label_weights(self, label: str) -> None:
+        await self._post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     async def commit_weights(self, handle: WeightsHandle) -> None:
         """Make the server load weights from the directory.

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from penstock.rollout import bodies
-from penstock.rollout.client import ANSWER_S, COMMIT_S, RESUME_S, UNKNOWN, ServerClient
+from penstock.rollout.client import ANSWER_S, COMMIT_S, RESUME_S, ServerClient
 from penstock.rollout.generator import all_of
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.routed_experts import from_npy
@@ -134,15 +134,13 @@ class VllmClient(ServerClient):
             ("GET", "/weight_info", None, "VLLM_SERVER_DEV_MODE=1 in its environment"),
             ("POST", GENERATE, {}, "--enable-scale-out"),
         ]
+        needed = needed[1:] if self.keeps_weights else needed
         for method, path, body, remedy in needed:
             try:
                 await self._session.send(method, self.url, path, body)
             except RolloutError as error:  # an empty request is refused too, but with another status
                 if error.status in (403, 404):
                     raise RolloutError(self.url, f"has no route {path}: start it with {remedy}", 400) from error
-
-    async def forget_weights(self) -> None:
-        await self._post("/update_weight_version", {"new_version": UNKNOWN})
 
     async def commit_weights(self, handle: WeightsHandle) -> None:
         """Pause, make every worker load the directory, set the version label, and continue.
@@ -154,7 +152,7 @@ class VllmClient(ServerClient):
             # A server that started with random weights would otherwise "read" random ones again.
             await self._rpc("update_config", args=[{"load_config": {"load_format": "safetensors"}}])
             await self._rpc("reload_weights", kwargs={"weights_path": str(Path(handle.path).parent)})
-            await self._post("/update_weight_version", {"new_version": str(handle.policy_version)})
+            await self.label_weights(str(handle.policy_version))
         finally:
             await self._post("/resume", timeout_s=RESUME_S)
 

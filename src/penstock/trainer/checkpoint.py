@@ -18,9 +18,10 @@ from typing import Any
 
 import xxhash
 
-from penstock.model.files import copy_companions
+from penstock.model.files import ModelError, copy_companions, read_json_if_present
 from penstock.ports.training import SavedState, SavedStates
 from penstock.ticks import tick
+from penstock.types import MAX_VERSION, NO_VERSION
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -33,6 +34,14 @@ HASHES: Mapping[str, Callable[[], Any]] = {
 """Checksums by the manifest's `hash`. New ones are the first, which takes a twelfth of the time of the second."""
 PART_BYTES = 1 << 24
 """Bytes that are read at once."""
+
+
+def stored_version(model_dir: Path) -> int:
+    """Return the policy_version of the weights in a directory: that of a checkpoint, else 0. Raises `ModelError`."""
+    version = read_json_if_present(model_dir, STATE).get("policy_version", 0)
+    if type(version) is not int or not NO_VERSION <= version <= MAX_VERSION:
+        raise ModelError(f"{model_dir / STATE}: policy_version is {str(version)[:99]!r}, expected a whole number")
+    return version
 
 
 class Unfinished:

@@ -282,7 +282,7 @@ def strategy_of(policy: PreTrainedModel, config: TrainerConfig, ranks: Ranks, co
     Raises `ConfigError` if ranks cannot share passes as configured.
     """
     sharded = is_sharded(policy, config, ranks)
-    shared = min(config.distributed.context_ranks, ranks.size)  # a trainer that only publishes weights is one rank
+    shared = min(config.distributed.context_ranks, ranks.size)
     packs = (sharded or policy.device.type != "cpu" or shared > 1) and pack(policy)
     if shared > 1:
         check_shared_passes(policy, config.distributed)

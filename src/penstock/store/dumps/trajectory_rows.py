@@ -28,6 +28,7 @@ class Played:
     payload: Mapping[str, Any]
     """Payload of the task."""
     config: Config
+    model: str
     step: int | None
     """Optimizer step after which the trajectory was written; None if the run has no steps."""
     transcript: Transcript
@@ -75,7 +76,7 @@ FACTS: Mapping[str, Callable[[Played], Any]] = {
     "versions": lambda it: it.sample.versions.tolist(),
     "trajectory": attrgetter("name"),
     "mode": attrgetter("config.pipeline"),
-    "model": attrgetter("config.model_name"),
+    "model": attrgetter("model"),
     "seed": attrgetter("summary.env_seed"),
     "policy_version_min": lambda it: _version(it.summary.version_min),
     "policy_version_max": lambda it: _version(it.summary.version_max),
@@ -87,7 +88,11 @@ them."""
 class RowMaker:
     """Makes rows of the declared columns, in their order."""
 
-    def __init__(self, config: Config, chat: ChatTokenizer, *, columns: Sequence[Column]) -> None:
+    def __init__(
+        self, config: Config, chat: ChatTokenizer, *, columns: Sequence[Column], model_name: str | None = None
+    ) -> None:
+        """`model_name`: the model that plays; by default the one that the configuration names."""
+        self._model = model_name or config.model_name
         self.columns = columns
         self._config = config
         self.unfilled = {column.name for column in columns} - OWN_COLUMNS
@@ -107,7 +112,13 @@ class RowMaker:
         for sample in samples:
             tokens.setdefault(sample.episode, []).append(sample)
         played = partial(
-            Played, record=record, payload=payload, config=self._config, step=step, transcript=self._transcript
+            Played,
+            record=record,
+            payload=payload,
+            config=self._config,
+            model=self._model,
+            step=step,
+            transcript=self._transcript,
         )
         return [
             self._row(played(summary=summary, samples=tokens[summary.episode.episode])) for summary in record.episodes
