@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from email.utils import formatdate
@@ -14,6 +15,7 @@ import pytest
 from endpoint_stand_in import KEY, Answer, Endpoint, error, said, serving
 
 from penstock.config import ConfigError, PolicyConfig
+from penstock.deadline import Stalled
 from penstock.model.message_tokens import MessageTokenizer
 from penstock.rollout import openai_client
 from penstock.rollout.openai_client import EndpointError, OpenAIPolicy, check_endpoint
@@ -182,6 +184,21 @@ def test_an_endpoint_that_is_down_is_one_error() -> None:
         assert len(server.asked) == 3
     with pytest.raises(EndpointError, match="got no answer"):
         ask(server, max_retries=1)
+
+
+def test_an_endpoint_that_hangs_is_given_up() -> None:
+    is_over = threading.Event()
+
+    def reply(body: dict[str, Any]) -> Answer:
+        is_over.wait(60)
+        return said("late")
+
+    with serving(reply) as server:
+        try:
+            with pytest.raises(Stalled, match=r"/chat/completions"):
+                ask(server, timeout_s=0.2)
+        finally:
+            is_over.set()
 
 
 def test_an_hour_is_too_long_to_wait() -> None:

@@ -119,10 +119,11 @@ def key_figures(
         rows.append(("held out", Text.assemble(change, (f"  {played}", "dim"))))
     if "tasks" in summary:
         failed = f", {summary['groups_failed']} failed" if summary["groups_failed"] else ""
+        generated = ("tokens", f"{count(summary['tokens_generated'])} generated")
         rows += [
             ("tasks", f"{summary['tasks_played']} of {summary['tasks']} tasks played{failed}"),
             ("played", f"{trajectories} trajectories, mean reward {number(summary['reward_mean'])}"),
-            ("tokens", f"{count(summary['tokens_generated'])} generated"),
+            generated if config.policy.has_tokens else ("policy", config.model_name),
             ("dump", str(summary["dump"] or "-")),
         ]
     if summary["steps"]:
