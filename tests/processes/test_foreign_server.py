@@ -8,6 +8,8 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,3 +121,14 @@ async def test_a_missing_key_is_named_at_once(runner: EngineRunner, keys: ApiKey
             match=r"answered 401: .* API key is missing or wrong; set PENSTOCK_API_KEY, and PENSTOCK_ADMIN",
         ):
             await await_server(settings(url), claim, None)
+
+
+@pytest.mark.parametrize(("pipeline", "is_dummy"), [("train", True), ("rollout", False), ("eval", False)])
+def test_an_engine_loads_weights_that_no_trainer_sends(tmp_path: Path, pipeline: str, is_dummy: bool) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    tree: dict[str, Any] = {"pipeline": pipeline, "model": {"path": str(tmp_path)}, "rollout": {"engine": "vllm"}}
+    config = Config.model_validate(tree)
+    child: Any = SimpleNamespace(run_dir=tmp_path, name="rollout-0")
+    words = foreign_server.command(child, config, tmp_path / "socket", None)
+    assert words[words.index("--model") + 1] == str(tmp_path)
+    assert ("dummy" in words) is ("--hf-overrides" in words) is is_dummy
