@@ -2,7 +2,9 @@
 
 Same policy, same prompts and lengths, one torch thread each, sampling at temperature 1. The engines take turns, a round
 at a time, and a ratio is the median over the rounds. Useful tokens are those a request asked for. On the CPU the policy
-is the tiny one, and time is the CPU time of the process, which other load on the machine disturbs least. With `--device
+is the tiny one, and time is the CPU time of the process, which other load on the machine disturbs least. There, the
+engine is also compared with itself without a prefix cache: in episodes whose turns extend each other, and for samples
+of one prompt that arrive one after the other. With `--device
 cuda` it is wall time, for the tiny policy and for one of real size, in bfloat16, with requests of one length; and a
 step that only decodes is set against the least it could take: reading all weights, and all keys and values there are,
 at the speed of a copy.
@@ -31,6 +33,9 @@ MAX_CONTEXT = 512
 UNIFORM_REQUESTS, UNIFORM_TOKENS = 256, 64
 LONGTAIL_REQUESTS, LONGTAIL_SLOTS = 1024, 128
 LONGTAIL_MEDIAN, LONGTAIL_SIGMA = 24, 0.9  # P99/P50 = exp(2.33 * 0.9) = 8
+EPISODES, TURNS, ANSWER_TOKENS, OBSERVATION_TOKENS = 32, 8, 16, 112
+SHARED_PROMPT_TOKENS, SHARING_SAMPLES, STEPS_BETWEEN, SHARING_ANSWER_TOKENS = 512, 16, 4, 32
+REUSE_CONTEXT = 1024
 DECODED_ROWS, DECODED_CONTEXT, DECODED_STEPS = (1, 64, 256), 384, 32
 
 TINY, REAL = "tiny_", "qwen3_0_6b_"
@@ -44,11 +49,12 @@ UNIFORM = (
     "continuous_batching_best_batch_size",
 )
 LONGTAIL = ("longtail_vs_generate", "longtail_tokens_per_s", "longtail_generate_tokens_per_s", "longtail_p99_over_p50")
+REUSE = ("turns_vs_recompute", "turns_tokens_per_s", "shared_prompt_gain", "shared_prompt_tokens_per_s")
 DECODING = [f"decode_{rows}_rows_{figure}" for rows in DECODED_ROWS for figure in ("ms", "share_of_bandwidth")]
 BENCHMARK = Benchmark(
     name="engine",
     measures=["rollout", "model"],
-    figures=[*UNIFORM, *LONGTAIL],
+    figures=[*UNIFORM, *LONGTAIL, *REUSE],
     on_accelerator=[f"{policy}{name}" for policy in (TINY, REAL) for name in (*UNIFORM, "copy_gb_per_s", *DECODING)],
 )
 
@@ -73,7 +79,7 @@ def settings(device: torch.device, *, quick: bool) -> dict[str, Setting]:
     if device.type == "cpu":
         return {
             "": Setting(
-                make_policy=partial(tiny_policy, MAX_CONTEXT),
+                make_policy=partial(tiny_policy, REUSE_CONTEXT),
                 device=device,
                 rounds=1 if quick else 7,
                 batch_sizes=(32,) if quick else (16, 32, 64, 128, 256),
@@ -223,6 +229,81 @@ def longtail(setting: Setting, rounds: int) -> dict[str, float]:
     }
 
 
+def run_turns(engine: SlotEngine, draw: np.random.Generator, episodes: int) -> None:
+    """Episodes of several turns: the prompt of a turn is the one before, its answer, and an observation."""
+    vocab_size, turns = engine.model.config.vocab_size, dict.fromkeys(map(str, range(episodes)), 0)
+
+    def submit(rid: str, history: list[int]) -> None:
+        prompt = history + draw.integers(0, vocab_size, OBSERVATION_TOKENS).tolist()
+        params, seed = SamplingParams(ignore_eos=True), int(draw.integers(2**31))
+        engine.submit(
+            GenerateRequest(rid=rid, prompt_ids=prompt, params=params, max_new_tokens=(ANSWER_TOKENS,), seeds=(seed,))
+        )
+
+    for rid in turns:
+        submit(rid, [])
+    while engine.has_work:
+        for finished in engine.step():
+            turns[finished.request.rid] += 1
+            if turns[finished.request.rid] < TURNS:
+                submit(finished.request.rid, finished.request.prompt_ids + finished.segments[0].token_ids)
+    assert set(turns.values()) == {TURNS}
+
+
+def run_shared_prompt(engine: SlotEngine, draw: np.random.Generator) -> None:
+    """Samples of one prompt, a new one every few steps."""
+    prompt = draw.integers(0, engine.model.config.vocab_size, SHARED_PROMPT_TOKENS).tolist()
+    for seed in range(SHARING_SAMPLES):
+        params, limits = SamplingParams(ignore_eos=True), (SHARING_ANSWER_TOKENS,)
+        engine.submit(
+            GenerateRequest(rid=str(seed), prompt_ids=prompt, params=params, max_new_tokens=limits, seeds=(seed,))
+        )
+        for _ in range(STEPS_BETWEEN):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+
+
+def reuse(setting: Setting) -> dict[str, float]:
+    """The engine with a prefix cache against the engine without one. Every round has new prompts, the same for both."""
+    episodes = EPISODES // setting.shrink
+
+    def engines(num_slots: int) -> list[tuple[str, SlotEngine, np.random.Generator]]:
+        return [
+            (
+                name,
+                SlotEngine(
+                    setting.make_policy(),
+                    num_slots=num_slots,
+                    max_context=REUSE_CONTEXT,
+                    policy_version=0,
+                    num_cached=num_cached,
+                ),
+                np.random.default_rng(2),
+            )
+            for name, num_cached in (("slots", None), ("recompute", 0))
+        ]
+
+    turns = compare(
+        {name: partial(run_turns, engine, draw, episodes) for name, engine, draw in engines(episodes)},
+        episodes * TURNS * ANSWER_TOKENS,
+        setting.rounds,
+        setting.device,
+    )
+    shared = compare(
+        {name: partial(run_shared_prompt, engine, draw) for name, engine, draw in engines(SHARING_SAMPLES)},
+        SHARING_SAMPLES * SHARING_ANSWER_TOKENS,
+        setting.rounds,
+        setting.device,
+    )
+    return {
+        "turns_vs_recompute": ratio(turns, "recompute"),
+        "turns_tokens_per_s": median(turns["slots"]),
+        "shared_prompt_gain": ratio(shared, "recompute"),
+        "shared_prompt_tokens_per_s": median(shared["slots"]),
+    }
+
+
 def decoding(setting: Setting) -> dict[str, float]:
     """Steps of few and of many rows, and which share of their time reading weights, keys and values must take."""
     model = setting.make_policy()
@@ -259,7 +340,10 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     figures: dict[str, float] = {}
     for prefix, setting in settings(device, quick=options.quick).items():
-        further = decoding(setting) if device.type != "cpu" else longtail(setting, 1 if options.quick else 3)
+        if device.type == "cpu":
+            further = longtail(setting, 1 if options.quick else 3) | reuse(setting)
+        else:
+            further = decoding(setting)
         found = uniform(setting) | further
         figures |= {prefix + name: value for name, value in found.items()}
     publish(BENCHMARK, figures, options.json, accelerator=accelerator_name(device))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from tiny_policy import make_request
 
 from penstock.rollout.admission import PREFILL_TOKENS, AdmissionQueue
+from penstock.rollout.prefix_cache import PrefixCache
 from penstock.rollout.slot_rows import RunningRequest
 
 
 def line_of(*requests: tuple[int, int], num_slots: int = 16) -> AdmissionQueue:
     """A line of requests given as (prompt tokens, samples)."""
-    line = AdmissionQueue(num_slots=num_slots, eos_ids=frozenset())
+    line = AdmissionQueue(PrefixCache(64), num_slots=num_slots, eos_ids=frozenset())
     for index, (num_tokens, num_samples) in enumerate(requests):
         line.add(RunningRequest(make_request(str(index), [5] * num_tokens, seeds=tuple(range(num_samples)))))
     return line
@@ -54,7 +55,7 @@ def test_prompts_of_a_step_are_bounded_but_one_always_fits() -> None:
 
 
 def test_leaving_gives_back_what_never_started() -> None:
-    line = AdmissionQueue(num_slots=4, eos_ids=frozenset())
+    line = AdmissionQueue(PrefixCache(64), num_slots=4, eos_ids=frozenset())
     running = RunningRequest(make_request("a", [5], seeds=(1, 2, 3)))
     line.add(running)
     line.admit(1)

@@ -44,7 +44,7 @@ def test_what_is_not_set_becomes_smaller_until_it_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int, fixed: list[str], slots: int, context: int
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    monkeypatch.setattr(room, "free_bytes", lambda device: 2 * num_tokens * OF_TOKEN)
+    monkeypatch.setattr(room, "free_bytes", lambda device: 4 * num_tokens * OF_TOKEN)
     config = default_config(["model.max_context=16384", "model.device=cpu", *fixed])
     found, said = fitting(config, tmp_path, fixed=[each.partition("=")[0] for each in fixed])
     assert (found.rollout.slots, found.model.max_context) == (slots, context)

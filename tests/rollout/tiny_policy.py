@@ -63,9 +63,15 @@ def make_engine(
     policy_version: int = 0,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
+    num_cached: int | None = None,
 ) -> SlotEngine:
-    model = make_model(seed).to(device, dtype)
-    return SlotEngine(model, num_slots=num_slots, max_context=MAX_CONTEXT, policy_version=policy_version)
+    return SlotEngine(
+        make_model(seed).to(device, dtype),
+        num_slots=num_slots,
+        max_context=MAX_CONTEXT,
+        policy_version=policy_version,
+        num_cached=num_cached,
+    )
 
 
 def make_request(

@@ -26,6 +26,7 @@ from penstock.model.files import ModelError, read_json
 from penstock.model.load_policy import resolve_device, resolve_dtype
 from penstock.model.tiny import write_tiny_model
 from penstock.processes.layout import places, takes_turns
+from penstock.rollout.prefix_cache import CACHED_SHARE
 from penstock.rollout.room import bytes_of_token
 from penstock.trainer.memory import Sizes, architecture_of, decided, learner_bytes, sizes, with_reserve
 
@@ -168,9 +169,11 @@ class Planner:
         of_token = bytes_of_token(raw, self._dtype.itemsize)
         vocab = int(self._architecture.get_text_config().vocab_size)
         slots, context = rollout.slots, config.model.max_context
+        cached = int(CACHED_SHARE * slots * context)
         parts = {
             "weights": self._sizes.all * self._dtype.itemsize,
             f"keys and values: {slots} slots of {context:,} tokens": slots * context * of_token,
+            f"prefix cache: {cached:,} tokens": cached * of_token,
             "sampling": slots * vocab * 4 * LOGIT_COPIES,
         }
         yield Need("rollout server", rollout.servers, parts)

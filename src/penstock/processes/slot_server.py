@@ -242,6 +242,13 @@ class EngineMember(Member):
             progress=engine.num_generated_tokens + runner.num_prompt_tokens,
             doing="generation" if engine.has_work else "",
             busy_s=runner.meter.busy_s,
-            counters={"tokens": engine.num_generated_tokens, "active": engine.num_active, **runner.costs.counters()},
+            counters={
+                "tokens": engine.num_generated_tokens,
+                "active": engine.num_active,
+                "prompt_tokens": runner.num_prompt_tokens,
+                "prompt_tokens_reused": runner.num_reused_tokens,
+                "cached_tokens_evicted": engine.num_evicted,
+                **runner.costs.counters(),
+            },
             spans=runner.meter.drain(),
         )

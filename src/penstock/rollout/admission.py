@@ -1,34 +1,86 @@
-"""The first-come-first-served queue of requests that wait for slots. It computes each prompt as rarely as possible."""
+"""The first-come-first-served queue of requests that wait for slots. It computes each prompt as rarely as possible.
+
+A prompt that begins with cached tokens reuses their keys and values. A prompt with more other tokens than one step may
+compute is computed in parts: each step computes a part, the prefix cache keeps it, and the next step finds it there.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from penstock.rollout.prefix_cache import BLOCK_TOKENS, Node, PrefixCache
 from penstock.rollout.slot_rows import RunningRequest, SlotSequence
+from penstock.routed_experts import Record
 
 PREFILL_TOKENS = 4096
 """Prompt tokens that one step may add to its forward. This bounds memory and the delay of running sequences."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Admission:
     """A prompt to compute, and the samples that continue it."""
 
+    running: RunningRequest
     prompt_ids: list[int]
-    sequences: list[SlotSequence]
+    prefix: list[Node]
+    """The cached blocks that the prompt begins with."""
+    is_part: bool = False
+    """The prompt continues, so there are no samples yet. A step with a part admits nothing else."""
+    sequences: list[SlotSequence] = field(default_factory=list)
+    experts: Record | None = None
+    """The experts of the computed tokens, once they are computed. None: they are not recorded."""
+
+    @property
+    def start(self) -> int:
+        """Position of the first token to compute."""
+        return len(self.prefix) * BLOCK_TOKENS
+
+    @property
+    def num_computed(self) -> int:
+        """Number of tokens to compute."""
+        return len(self.prompt_ids) - self.start
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots that get its keys and values. A part is computed in the slot after those of all samples."""
+        return max(len(self.sequences), 1)
+
+    @property
+    def is_routed(self) -> bool:
+        """Return whether the experts of its tokens are recorded."""
+        return self.running.request.routed_from is not None
+
+    def route(self, experts: Record) -> None:
+        """Record the experts of its computed tokens, [num_computed, width], for its samples too."""
+        self.experts = experts
+        for sequence in self.sequences:
+            if sequence.num_routed is not None:
+                for number in range(sequence.num_routed // BLOCK_TOKENS, len(self.prefix)):
+                    reused = self.prefix[number].experts
+                    assert reused is not None  # `PrefixCache.find` ends before a block without a record
+                    sequence.route(number * BLOCK_TOKENS, reused)
+            sequence.route(self.start, experts)
+
+    def record(self, start: int, end: int) -> Record | None:
+        """Return the experts that computed the tokens [start, end), or None if they are not recorded here."""
+        if self.experts is None or start < self.start:
+            return None
+        return self.experts[start - self.start : end - self.start]
 
 
 class AdmissionQueue:
     """The requests with samples that have no slot yet.
 
-    The samples of a request start in parts, and each part computes the prompt again. So the first request waits until a
-    whole part fits. A part is at most an eighth of the slots, so this wait leaves at most an eighth of them idle.
+    The samples of a request start in batches, and each batch computes the end of the prompt again. So the first request
+    waits until a whole batch fits. A batch is at most an eighth of the slots, so this wait leaves at most an eighth of
+    them idle.
     """
 
-    def __init__(self, *, num_slots: int, eos_ids: frozenset[int]) -> None:
-        self._largest_part = max(num_slots // 8, 1)
+    def __init__(self, prefixes: PrefixCache, *, num_slots: int, eos_ids: frozenset[int]) -> None:
+        self._prefixes = prefixes
+        self._largest_batch = max(num_slots // 8, 1)
         self._eos_ids = eos_ids
         self._line: deque[RunningRequest] = deque()
         self._returned: deque[SlotSequence] = deque()
@@ -69,26 +121,49 @@ class AdmissionQueue:
         budget = PREFILL_TOKENS
         while self._returned and free:
             sequence = self._returned[0]
-            so_far = sequence.running.request.prompt_ids + sequence.token_ids
-            if admissions and len(so_far) > budget:
+            prompt_ids = sequence.running.request.prompt_ids + sequence.token_ids
+            admission = self._admission(sequence.running, prompt_ids, sequence.num_routed)
+            if admissions and admission.num_computed > budget:
                 break
-            self._returned.popleft()
-            admissions.append(Admission(prompt_ids=so_far, sequences=[sequence]))
+            if self._has_parts(admission):
+                return [self._part(admission)]
+            admission.sequences.append(self._returned.popleft())
+            admissions.append(admission)
             free -= 1
-            budget -= len(so_far)
+            budget -= admission.num_computed
         while new and self._line and not self._returned:
             running = self._line[0]
-            prompt_ids = running.request.prompt_ids
-            no_part_fits = min(running.num_waiting, self._largest_part) > free
-            if no_part_fits or (admissions and len(prompt_ids) > budget):
+            if min(running.num_waiting, self._largest_batch) > free:
                 break
-            sequences = self._start(running, min(running.num_waiting, free))
-            admissions.append(Admission(prompt_ids=prompt_ids, sequences=sequences))
-            free -= len(sequences)
-            budget -= len(prompt_ids)
+            request = running.request
+            admission = self._admission(running, request.prompt_ids, request.routed_from)
+            if admissions and admission.num_computed > budget:
+                break
+            if self._has_parts(admission):
+                return [self._part(admission)]
+            admission.sequences += self._start(running, min(running.num_waiting, free))
+            admissions.append(admission)
+            free -= len(admission.sequences)
+            budget -= admission.num_computed
             if not running.num_waiting:
                 self._line.popleft()
-        return sorted(admissions, key=lambda admission: len(admission.prompt_ids))
+        return sorted(admissions, key=lambda admission: (len(admission.prompt_ids), admission.start))
+
+    def _admission(self, running: RunningRequest, prompt_ids: list[int], routed_from: int | None) -> Admission:
+        """Return the admission of a prompt, without samples."""
+        prefix = self._prefixes.find(prompt_ids, routed_from=routed_from)
+        return Admission(running=running, prompt_ids=prompt_ids, prefix=prefix)
+
+    def _has_parts(self, admission: Admission) -> bool:
+        """Return whether the prompt is computed in parts: a step may not compute all of it, and the cache can keep the
+        parts until the last one."""
+        fits_in_cache = len(admission.prompt_ids) <= self._prefixes.num_blocks * BLOCK_TOKENS
+        return admission.num_computed > PREFILL_TOKENS and fits_in_cache
+
+    def _part(self, admission: Admission) -> Admission:
+        """Return the part of the prompt that this step computes."""
+        end = admission.start + PREFILL_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+        return replace(admission, prompt_ids=admission.prompt_ids[:end], is_part=True)
 
     def _start(self, running: RunningRequest, num_samples: int) -> list[SlotSequence]:
         first = running.num_started

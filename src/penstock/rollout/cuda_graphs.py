@@ -6,14 +6,15 @@ shapes small: it pads rows in decode-only steps, and tokens in steps with prompt
 
 Attention reads keys and values in place, up to the length of each row. It calls FlashAttention's kernel for sequences
 of different lengths. This kernel sees the slots as one long sequence of keys, with a start and a length per row. A
-prompt is computed in the slot of its first sample and copied to the slots of its other samples (siblings).
+prompt is computed in the slot of its first sample and copied to the slots of its other samples (siblings). The slot
+holds the reused beginning of a prompt already, so the queries of the prompt are the last tokens of its sequence.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -65,14 +66,16 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A step of n rows as packed tokens: one token for each of d decoding rows, then P tokens of p prompts."""
+    """A step of n rows as packed tokens: one token for each of d decoding rows, then P tokens of p prompts. The reused
+    tokens of the prompts are not among them."""
 
     decoded: tuple[Ints, Ints]  # [d] token ids and positions; row i decodes in slot i
     token_ids: Ints  # [P]
     positions: Ints  # [P]
-    lengths: Ints  # [p]
+    num_computed: Ints  # [p], tokens of each prompt among the P
+    lengths: Ints  # [p], tokens of each prompt with the reused ones
     first_slots: Ints  # [p], the slot in which each prompt is computed
-    last: Ints  # [n - d], for each new sample, the one of the P tokens that has its logits
+    last: Ints  # for each new sample or the part of a prompt, the one of the P tokens that has its logits
     source: Ints  # slots of computed prompts, one entry per sibling sample
     target: Ints  # slots of these siblings, which `source` is copied to
 
@@ -80,18 +83,20 @@ class Layout:
     def build(cls, rows: Rows, num_decode: int, admissions: list[Admission]) -> Layout:
         """Return the layout of a step. Rows [0, num_decode) decode; `admissions` fill the other rows."""
         lengths = np.asarray([len(admission.prompt_ids) for admission in admissions], dtype=np.int64)
+        starts = np.asarray([admission.start for admission in admissions], dtype=np.int64)
         samples = np.asarray([len(admission.sequences) for admission in admissions], dtype=np.int64)
         first_slots = num_decode + np.cumsum(samples) - samples
         owners = np.repeat(first_slots, samples)
         siblings = np.flatnonzero(owners != num_decode + np.arange(len(owners)))
-        prompts = chain.from_iterable(admission.prompt_ids for admission in admissions)
+        prompts = chain.from_iterable(islice(each.prompt_ids, each.start, None) for each in admissions)
         return cls(
             decoded=(rows.tokens[:num_decode], rows.positions[:num_decode]),
             token_ids=np.fromiter(prompts, dtype=np.int64),
-            positions=np.concatenate([NOTHING, *(np.arange(length) for length in lengths)]),
+            positions=np.concatenate([NOTHING, *map(np.arange, starts, lengths)]),
+            num_computed=lengths - starts,
             lengths=lengths,
             first_slots=first_slots,
-            last=np.repeat(np.cumsum(lengths) - 1, samples),
+            last=np.repeat(np.cumsum(lengths - starts) - 1, np.maximum(samples, 1)),
             source=owners[siblings],
             target=num_decode + siblings,
         )
@@ -112,13 +117,13 @@ class Layout:
     def padded(self, shape: Shape, *, slot_keys: int, spare_slot: int) -> Ints:
         """Return all arrays of a forward concatenated, each padded to its size. `slot_keys` is the number of keys from
         the start of one slot to the next."""
-        num_decode, query_ends = len(self.decoded[0]), np.cumsum(self.lengths)
+        num_decode, query_ends = len(self.decoded[0]), np.cumsum(self.num_computed)
         slots = np.arange(num_decode)
         parts = (
             *(_padded(self.decoded[0], shape.decoding), _padded(self.token_ids, shape.tokens)),
             *(_padded(self.decoded[1], shape.decoding), _padded(self.positions, shape.tokens)),
             _padded(slots, shape.decoding, spare_slot),
-            _padded(np.repeat(self.first_slots, self.lengths), shape.tokens, spare_slot),
+            _padded(np.repeat(self.first_slots, self.num_computed), shape.tokens, spare_slot),
             _padded(np.concatenate([slots, shape.decoding + self.last]), shape.logits),
             _padded(slots * slot_keys, shape.decoding + 1),
             _padded(self.decoded[1] + 1, shape.decoding),
@@ -206,12 +211,12 @@ class CudaGraphs:
         """The output of all recordings: logits [n, vocab]."""
 
     def __call__(self, rows: Rows, num_decode: int, admissions: list[Admission]) -> torch.Tensor:
-        """Return the logits [n, vocab]."""
+        """Return the logits [n, vocab], and one more row for the part of a prompt."""
         layout = Layout.build(rows, num_decode, admissions)
         shape = layout.shape(self._num_rows)
         slot_keys = self._cache.num_kv_heads * self._cache.max_context
         padded = torch.from_numpy(layout.padded(shape, slot_keys=slot_keys, spare_slot=self._num_rows))
-        logits = self._logits(shape, padded)[: len(rows)]
+        logits = self._logits(shape, padded)[: num_decode + len(layout.last)]
         if len(layout.target):
             source, target = (torch.from_numpy(x).to(self._cache.device) for x in (layout.source, layout.target))
             self._cache.move(source, target, int(layout.lengths.max()))

@@ -12,9 +12,11 @@ import torch
 from penstock.config import Config
 from penstock.model.files import read_json
 from penstock.model.load_policy import resolve_device, resolve_dtype
+from penstock.rollout.prefix_cache import CACHED_SHARE
 
 SHARE = 0.5
-"""Share of the free memory that keys and values may take. The rest is for the weights, and for computing."""
+"""Share of the free memory that keys and values may take, with those of the prefix cache. The rest is for the weights,
+and for computing."""
 FEW = 8
 """Number of slots that a server keeps if possible. To keep them, its context becomes shorter."""
 
@@ -27,7 +29,7 @@ def fitting(config: Config, model: Path, *, fixed: Collection[str]) -> tuple[Con
     device = resolve_device(config.model.device)
     of_token = bytes_of_token(read_json(model, "config.json"), resolve_dtype(config.model.dtype, device).itemsize)
     slots, context = config.rollout.slots, config.model.max_context
-    num_tokens = int(SHARE * free_bytes(device)) // of_token if of_token else slots * context
+    num_tokens = int(SHARE * free_bytes(device) / (1 + CACHED_SHARE)) // of_token if of_token else slots * context
     if slots * context <= num_tokens:
         return config, ""
     if "rollout.slots" not in fixed:

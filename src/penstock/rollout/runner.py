@@ -92,8 +92,8 @@ class EngineRunner:
         self.costs = StepCosts()
         self.latencies = _histogram("e2e_request_latency_seconds", "Seconds from a request to its whole answer.")
         self.first_tokens = _histogram("time_to_first_token_seconds", "Seconds from a request to its first token.")
-        self.num_prompt_tokens = self.num_weight_updates = self.num_aborted = 0
-        """Counts so far: prompt tokens computed, weights loaded, requests ended early."""
+        self.num_prompt_tokens = self.num_reused_tokens = self.num_weight_updates = self.num_aborted = 0
+        """Counts so far: prompt tokens computed, prompt tokens reused, weights loaded, requests ended early."""
         self.num_pauses = 0
         """Number of pauses so far. It identifies the current pause."""
         self.meter = BusyMeter(process, partial(compute_seconds, engine.model.device))
@@ -396,6 +396,7 @@ class EngineRunner:
             self._report_growth(finished)
         if engine.num_prefilled:
             self.num_prompt_tokens += engine.num_prefilled
+            self.num_reused_tokens += engine.num_reused
             now = time.perf_counter()
             for rid in engine.begun:
                 if (pending := self._requests.get(rid)) is not None:

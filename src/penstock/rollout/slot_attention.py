@@ -1,11 +1,11 @@
 """Attention over KV slots, registered with Transformers under the name `penstock_slots`.
 
-One forward computes a *packed* sequence [1, T]: first one token for each decoding row, then whole prompts. All
-operations except attention are position-wise, so packing wastes nothing. Attention runs separately per part:
+One forward computes a *packed* sequence [1, T]: first one token for each decoding row, then prompts. All operations
+except attention are position-wise, so packing wastes nothing. Attention runs separately per part:
 
 * Decoding rows read their slots in groups of similar length. The query heads of one KV head form one matrix.
 * Each prompt attends causally to itself; prompts of equal length share one call. Their keys and values are written into
-  every slot that will sample from them.
+  every slot that will sample from them. The slots of a prompt with a reused beginning hold this beginning already.
 
 Decoding uses two batched matrix products. On CPU, `scaled_dot_product_attention` with one query per row took 1.3 to 2
 times as long at these shapes. Most of that time was overhead per call and head.
@@ -55,14 +55,20 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptGroup:
-    """`count` prompts of `length` tokens, packed from position `start` on. Their samples start at slot `first_row`."""
+    """`count` prompts of `length` tokens, packed from position `start` on, without the first `past` tokens of each.
+    Their samples start at slot `first_row`."""
 
     start: int
     count: int
     length: int
+    past: int
     first_row: int
     rows: torch.Tensor
     """For each of these slots, the index of the prompt that its sample continues."""
+    first_slots: torch.Tensor | None
+    """[count], a slot of each prompt; None without a past."""
+    seen: torch.Tensor | None
+    """[length - past, length], the positions that each token attends to; None without a past."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,14 +146,23 @@ def _decode(packed: Packed, slots: LayerSlots, batch: SlotBatch, scaling: float,
 
 
 def _prefill(packed: Packed, slots: LayerSlots, prompts: PromptGroup, scaling: float, out: torch.Tensor) -> None:
-    tokens = slice(prompts.start, prompts.start + prompts.count * prompts.length)
+    tokens = slice(prompts.start, prompts.start + prompts.count * (prompts.length - prompts.past))
     query, key, value = (_per_prompt(x[tokens], prompts.count) for x in packed)
-    grouped = query.shape[1] != key.shape[1]
-    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    rows, computed = (
+        slice(prompts.first_row, prompts.first_row + len(prompts.rows)),
+        slice(prompts.past, prompts.length),
+    )
+    slots.keys[rows, :, computed] = key.index_select(0, prompts.rows)
+    slots.values[rows, :, computed] = value.index_select(0, prompts.rows)
+    seen, grouped = prompts.seen, query.shape[1] // key.shape[1]
+    if prompts.first_slots is not None:
+        key, value = (x[prompts.first_slots, :, : prompts.length] for x in slots)
+        if key.is_cuda:  # no fast kernel there takes a mask and groups of heads
+            key, value = (x.repeat_interleave(grouped, dim=1) for x in (key, value))
+    attended = F.scaled_dot_product_attention(
+        query, key, value, seen, is_causal=seen is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
     _per_prompt(out[tokens], prompts.count).copy_(attended)
-    rows = slice(prompts.first_row, prompts.first_row + len(prompts.rows))
-    slots.keys[rows, :, : prompts.length] = key.index_select(0, prompts.rows)
-    slots.values[rows, :, : prompts.length] = value.index_select(0, prompts.rows)
 
 
 def _per_prompt(packed: torch.Tensor, count: int) -> torch.Tensor:

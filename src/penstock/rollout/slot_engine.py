@@ -2,8 +2,9 @@
 
 The engine is synchronous and single-threaded. `submit` queues a request; each `step` advances every sequence by one
 token. A step is one forward over the newest token of every active row, packed with the prompts of newly admitted
-requests. All samples that are admitted together share one computation of their prompt. `load_weights` and `abort`
-happen between steps.
+requests. All samples that are admitted together share one computation of their prompt. A prompt that begins like an
+earlier prompt or answer reuses its keys and values. A long prompt is computed in parts, one per step. `load_weights`
+and `abort` happen between steps.
 
 Invariants:
 
@@ -12,8 +13,12 @@ Invariants:
 * Work for one request that raises fails this request alone. Work for the whole batch raises only because of a defect or
   the device, and then `step` fails.
 * An update keeps the KV of running sequences: their later tokens attend to keys of the older weights.
+* The served weights computed all keys and values in the prefix cache. An update empties it, and a sequence that ran
+  during an update adds nothing to it. So no later prompt gets keys of older weights.
+* The prefix cache holds finite values only: it gets those of sequences with finite logits.
 * Retracted samples lose their KV. When they continue, the weights of that time compute it again.
 * The experts of a token are recorded only for requests that ask for it. Such a step is not replayed as a CUDA graph.
+  Such a request reuses only tokens with a record in the prefix cache, or tokens that it asks no record of.
 * An engine with released memory holds no requests. A new request ends with `abort` at once. Weights may be loaded.
 """
 
@@ -33,11 +38,12 @@ from penstock.rollout.admission import Admission, AdmissionQueue
 from penstock.rollout.cuda_graphs import CudaGraphs, records
 from penstock.rollout.generator import ScoredToken
 from penstock.rollout.model_check import check_model, eos_ids, fit_tensors
+from penstock.rollout.prefix_cache import BLOCK_TOKENS, CACHED_SHARE, PrefixCache, RecordOf
 from penstock.rollout.request import GenerateRequest, check_prompt
 from penstock.rollout.sampling import sample, shaped, uniforms
 from penstock.rollout.slot_attention import ATTENTION_NAME
 from penstock.rollout.slot_rows import Rows, RunningRequest, SlotSequence
-from penstock.rollout.slots import SlotCache, regroup
+from penstock.rollout.slots import BlockCopy, SlotCache, regroup
 from penstock.rollout.step_packing import pack
 from penstock.routed_experts import Record
 from penstock.samples import Segment
@@ -62,8 +68,15 @@ class SlotEngine:
     """The engine that this module describes. `policy_version` is NO_VERSION until weights have been loaded."""
 
     def __init__(
-        self, model: PreTrainedModel, *, num_slots: int, max_context: int, policy_version: int = NO_VERSION
+        self,
+        model: PreTrainedModel,
+        *,
+        num_slots: int,
+        max_context: int,
+        policy_version: int = NO_VERSION,
+        num_cached: int | None = None,
     ) -> None:
+        """`num_cached`: maximum number of tokens in the prefix cache; None for `CACHED_SHARE` of those in the slots."""
         check_model(model, max_context)
         model.set_attn_implementation(ATTENTION_NAME)
         self.model = model.eval()
@@ -71,8 +84,9 @@ class SlotEngine:
         self.max_context = max_context
         self.policy_version = policy_version
         self.num_generated_tokens = 0
-        self.num_decoded = self.num_context = self.num_prefilled = 0
-        """Counts of the last step: sequences advanced by a token, tokens they held before, prompt tokens computed."""
+        self.num_decoded = self.num_context = self.num_prefilled = self.num_reused = 0
+        """Counts of the last step: sequences advanced by a token, tokens they held before, prompt tokens computed, and
+        prompt tokens with reused keys and values."""
         self.begun: list[str] = []
         """Ids of the requests that got their first token in the last step."""
         self.released: set[MemoryTag] = set()
@@ -81,12 +95,17 @@ class SlotEngine:
         """While True, no sample advances and none is admitted. Requests may be submitted and aborted."""
         self.admitting = True
         """While False, running samples continue and no new sample is admitted."""
-        self._cache = SlotCache(model, num_slots=num_slots, max_context=max_context)
+        if num_cached is None:
+            num_cached = int(CACHED_SHARE * num_slots * max_context)
+        self._prefixes = PrefixCache(num_cached // BLOCK_TOKENS)
+        self._cache = SlotCache(
+            model, num_slots=num_slots, max_context=max_context, num_blocks=self._prefixes.num_blocks
+        )
         self._recorded = CudaGraphs(self.model, self._cache, num_rows=num_slots) if records(self._cache) else None
         self._expert_layers = expert_layers(self.model)
         self._vocab_size = model.get_input_embeddings().num_embeddings
         self._rows = Rows(num_slots)
-        self._waiting = AdmissionQueue(num_slots=num_slots, eos_ids=eos_ids(model))
+        self._waiting = AdmissionQueue(self._prefixes, num_slots=num_slots, eos_ids=eos_ids(model))
         self._requests: dict[str, RunningRequest] = {}
 
     @property
@@ -103,6 +122,16 @@ class SlotEngine:
     def num_waiting(self) -> int:
         """Number of samples without a slot."""
         return self._waiting.num_samples
+
+    @property
+    def num_cached(self) -> int:
+        """Number of tokens in the prefix cache."""
+        return self._prefixes.num_cached * BLOCK_TOKENS
+
+    @property
+    def num_evicted(self) -> int:
+        """Number of tokens that the prefix cache has evicted so far."""
+        return self._prefixes.num_evicted * BLOCK_TOKENS
 
     @property
     def has_work(self) -> bool:
@@ -131,18 +160,19 @@ class SlotEngine:
         num_decode = self.num_decoded = len(self._rows)
         self.num_context = int(self._rows.positions[:num_decode].sum())
         admissions = self._waiting.admit(self.num_slots - num_decode, new=self.admitting)
-        self.num_prefilled = sum(len(admission.prompt_ids) for admission in admissions)
-        first = (admission.sequences[0] for admission in admissions)
-        self.begun = [it.running.request.rid for it in first if it.index == 0 and not it.token_ids]
+        self._count(admissions)
         for admission in admissions:
             for sequence in admission.sequences:
                 self._rows.append(sequence)
-        if not self._rows:
+        if not self._rows and not admissions:
             return []
+        self._load_prefixes(num_decode, admissions)
         tokens, logprobs = self._forward(num_decode, admissions)
-        ended = self._record(tokens, logprobs)
-        touched = [self._rows.sequences[row].running for row in ended]
+        ended = self._record(tokens, logprobs, admissions)
+        failed = [admission.running for admission in admissions if admission.running.error]
+        touched = [*(self._rows.sequences[row].running for row in ended), *failed]
         if ended or admissions:
+            self._save_prefixes(sorted(ended), num_decode, admissions)
             self._close_holes(ended)
         return [self._take(running) for running in dict.fromkeys(touched) if running.done]
 
@@ -154,6 +184,7 @@ class SlotEngine:
         waiting = [sequence for running in requests for sequence in self._waiting.remove(running)]
         for sequence in [*(self._rows.sequences[row] for row in rows), *waiting]:
             sequence.finish("abort", self.policy_version)
+        self._save_prefixes(rows, len(self._rows), [])
         self._close_holes(rows)
         return [self._take(running) for running in requests]
 
@@ -170,6 +201,7 @@ class SlotEngine:
         if not new:
             return []
         finished = self.abort_all()
+        self._prefixes.clear()
         if self._recorded is not None:
             self._recorded.forget()
         if "weights" in new:
@@ -187,9 +219,12 @@ class SlotEngine:
 
     def retract(self) -> None:
         """Remove all running samples from their slots and put them at the head of the queue. Before they continue, the
-        weights of that time compute the keys and values of their prompt and answer again."""
+        weights of that time compute the keys and values of their prompt and answer again. The prefix cache becomes
+        empty."""
+        self._prefixes.clear()
         for sequence in self._rows.sequences:
             sequence.close_span(self.policy_version)
+            sequence.keys_are_served = True
         self._waiting.requeue(self._rows.clear())
 
     def resume(self, tags: Collection[MemoryTag] = ALL_MEMORY) -> None:
@@ -238,22 +273,25 @@ class SlotEngine:
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, torch.Tensor], policy_version: int) -> None:
-        """Copy new weights into the model. Running sequences continue. Raises ValueError, with nothing changed, if a
-        weight does not fit or the version is not newer."""
+        """Copy new weights into the model. Running sequences continue, and the prefix cache becomes empty. Raises
+        ValueError, with nothing changed, if a weight does not fit or the version is not newer."""
         if policy_version <= self.policy_version:
             raise ValueError(f"policy_version {policy_version} is not newer than {self.policy_version}")
         parameters = self.parameters()
         fitted = fit_tensors(parameters, self.tied_names(), tensors)
         if missing := sorted(parameters.keys() - fitted.keys()):
             raise ValueError(f"the update lacks {len(missing)} weights, the first is {missing[0]}")
+        self._prefixes.clear()
         for sequence in self._rows.sequences:
             sequence.close_span(self.policy_version)
+            sequence.keys_are_served = False
         torch._foreach_copy_(list(parameters.values()), [fitted[name] for name in parameters])
         self.policy_version = policy_version
 
     def forget_weights(self) -> list[Finished]:
         """Stop using the current weights: end every request now, and later requests at once, until the next weights."""
         finished = self.abort_all()
+        self._prefixes.clear()
         self.policy_version = NO_VERSION
         return finished
 
@@ -268,6 +306,11 @@ class SlotEngine:
     def _forward(self, num_decode: int, admissions: list[Admission]) -> tuple[list[int], list[float]]:
         rows = self._rows
         logits = self._logits(num_decode, admissions)
+        if admissions and admissions[0].is_part and not logits[-1].isfinite().all():
+            admissions[0].running.error = self._not_finite()
+        if not rows:
+            return [], []
+        logits = logits[: len(rows)]
         rows.positions[: len(rows)] += 1
         to_draw_from = shaped(logits, rows.sequences)
         uniform = uniforms(rows.params["seed"], rows.positions[: len(rows)])
@@ -282,8 +325,11 @@ class SlotEngine:
         return rows.tokens[: len(rows)].tolist(), host[1].tolist()
 
     def _logits(self, num_decode: int, admissions: list[Admission]) -> torch.Tensor:
-        """Return the logits [n, vocab], in the order of the rows."""
-        if self._expert_layers and any(sequence.is_routed for sequence in self._rows.sequences):
+        """Return the logits [n, vocab] in the order of the rows, and one more row for the part of a prompt."""
+        if self._expert_layers and (
+            any(sequence.is_routed for sequence in self._rows.sequences)
+            or any(admission.is_routed for admission in admissions)
+        ):
             with recording(self._expert_layers) as chosen:
                 logits = self._computed(num_decode, admissions)
             self._route(record_of(chosen, self._expert_layers[0].num_experts), num_decode, admissions)
@@ -311,9 +357,8 @@ class SlotEngine:
             rows.sequences[row].route(position, experts[row : row + 1])
         start = num_decode
         for admission in admissions:
-            end = start + len(admission.prompt_ids)
-            for sequence in admission.sequences:
-                sequence.route(0, experts[start:end])
+            end = start + admission.num_computed
+            admission.route(experts[start:end])
             start = end
 
     def _add_top_logprobs(self, vocabulary: torch.Tensor) -> None:
@@ -325,26 +370,78 @@ class SlotEngine:
                     best, ids = vocabulary[row].topk(sequence.params.top_logprobs)
                     sequence.top_logprobs.append(list(zip(best.tolist(), ids.tolist(), strict=True)))
 
-    def _record(self, tokens: list[int], logprobs: list[float]) -> set[int]:
+    def _record(self, tokens: list[int], logprobs: list[float], admissions: list[Admission]) -> set[int]:
         """Append the new tokens to their sequences. Return the rows that ended."""
         ended: set[int] = set()
-        failed = False
+        failed = any(admission.running.error for admission in admissions)
         for row, (sequence, token, logprob) in enumerate(zip(self._rows.sequences, tokens, logprobs, strict=True)):
             running = sequence.running
             if not isfinite(logprob):
-                running.error = f"policy_version {self.policy_version} computed logits that are not finite"
+                running.error = self._not_finite()
             elif running.error is None and (reason := sequence.append(token, logprob)):
                 sequence.finish(reason, self.policy_version)
                 ended.add(row)
             failed |= running.error is not None
-        return ended | self._end_failed() if failed else ended
+        return ended | self._end_failed(admissions) if failed else ended
 
-    def _end_failed(self) -> set[int]:
+    def _not_finite(self) -> str:
+        return f"policy_version {self.policy_version} computed logits that are not finite"
+
+    def _end_failed(self, admissions: list[Admission]) -> set[int]:
         """Return the rows of all failed requests. Zero their slots, so that later samples get no NaN."""
         failed = {row for row, sequence in enumerate(self._rows.sequences) if sequence.running.error}
         for row in failed:
             self._cache.erase(row)
+        if admissions and admissions[0].is_part and admissions[0].running.error:
+            self._cache.erase(len(self._rows))
         return failed
+
+    def _count(self, admissions: list[Admission]) -> None:
+        """Set the counts of the step that concern prompts."""
+        self.num_prefilled = sum(admission.num_computed for admission in admissions)
+        self.num_reused = 0
+        self.begun = []
+        for admission in admissions:
+            running = admission.running
+            if admission.is_part:
+                running.num_in_parts += admission.num_computed
+                continue
+            self.num_reused += max(admission.start - running.num_in_parts, 0)
+            running.num_in_parts = 0
+            first = admission.sequences[0]
+            if first.index == 0 and not first.token_ids:
+                self.begun.append(running.request.rid)
+
+    def _load_prefixes(self, num_decode: int, admissions: list[Admission]) -> None:
+        """Copy the reused keys and values of prompts into the slots of their samples."""
+        copies, slot = list[BlockCopy](), num_decode
+        for admission in admissions:
+            for _ in range(admission.num_slots):
+                copies += (BlockCopy(slot, place, node.block) for place, node in enumerate(admission.prefix))
+                slot += 1
+        if copies:
+            self._cache.load(copies)
+
+    def _save_prefixes(self, ended: Iterable[int], num_decode: int, admissions: list[Admission]) -> None:
+        """Copy keys and values of ended rows and of computed prompts into the prefix cache. Prompts come last, so that
+        a cache that can hold a long prompt still holds all its parts at the next step."""
+        copies: dict[int, BlockCopy] = {}  # by block, because a block may be evicted and get other tokens in one step
+
+        def add(slot: int, token_ids: list[int], record: RecordOf) -> None:
+            for place, block in self._prefixes.add(token_ids, record if self._expert_layers else None):
+                copies[block] = BlockCopy(slot, place, block)
+
+        for row in ended:
+            sequence = self._rows.sequences[row]
+            if sequence.keys_are_served and sequence.running.error is None:
+                add(row, sequence.computed_ids, sequence.record)
+        slot = num_decode
+        for admission in admissions:
+            if admission.running.error is None:
+                add(slot, admission.prompt_ids, admission.record)
+            slot += len(admission.sequences)
+        if copies:
+            self._cache.save([*copies.values()])
 
     def _close_holes(self, ended: set[int]) -> None:
         rows = self._rows

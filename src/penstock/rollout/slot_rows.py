@@ -25,6 +25,8 @@ class RunningRequest:
         self.sequences: list[SlotSequence] = []
         """The samples that have started, in order of their index."""
         self.segments: dict[int, Segment] = {}
+        self.num_in_parts = 0
+        """Tokens of its prompt that were computed in parts, since samples of it started last."""
         self.error: str | None = None
 
     @property
@@ -63,8 +65,12 @@ class SlotSequence:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[float, int]]] | None = [] if params.top_logprobs else None
-        self._num_routed = running.request.routed_from
+        self.keys_are_served = True
+        """Whether the served weights computed all keys and values in its slot."""
+        self.num_routed = running.request.routed_from
         """Position of the first token whose experts are still to be recorded. None: none are."""
+        self._kept_from = running.request.routed_from or 0
+        """Position from which on the recorded experts computed the keys and values in its slot."""
         self._experts: list[Record] = []
         self._spans: list[VersionSpan] = []
         self._span_start = 0
@@ -72,14 +78,33 @@ class SlotSequence:
     @property
     def is_routed(self) -> bool:
         """Return whether the experts of its tokens are recorded."""
-        return self._num_routed is not None
+        return self.num_routed is not None
+
+    @property
+    def computed_ids(self) -> list[int]:
+        """Return the tokens whose keys and values are in its slot: all but the newest one."""
+        return self.running.request.prompt_ids + self.token_ids[:-1]
 
     def route(self, first: int, experts: Record) -> None:
         """Record the experts of the tokens from position `first` on, [n, width]. Of tokens that are computed again the
         first record stays, since later tokens were sampled with it."""
-        if self._num_routed is not None and first + len(experts) > self._num_routed:
-            self._experts.append(experts[self._num_routed - first :])
-            self._num_routed = first + len(experts)
+        if self.num_routed is None:
+            return
+        if first < self.num_routed:
+            self._kept_from = self.num_routed
+        if first + len(experts) > self.num_routed:
+            self._experts.append(experts[self.num_routed - first :])
+            self.num_routed = first + len(experts)
+
+    def record(self, start: int, end: int) -> Record | None:
+        """Return the experts that computed the keys and values of the tokens [start, end) in its slot, or None if they
+        are not recorded."""
+        if self.num_routed is None or start < self._kept_from or end > self.num_routed:
+            return None
+        if len(self._experts) > 1:
+            self._experts = [np.concatenate(self._experts)]
+        first = self.num_routed - len(self._experts[0])
+        return self._experts[0][start - first : end - first]
 
     def append(self, token: int, logprob: float) -> FinishReason | None:
         """Append the next token. Return the finish reason if it was the last token, otherwise None."""

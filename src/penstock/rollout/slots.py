@@ -1,5 +1,7 @@
 """KV slots: preallocated keys and values of every layer. Each sequence that is being generated has one slot.
 
+Beside the slots there is a pool of blocks, for the keys and values of prefixes that later prompts may begin with.
+
 Active sequences occupy slots 0..n-1 without holes, so a step reads no other slot. `regroup` also keeps sequences of
 similar length together. Attention pads a group of rows to its longest row. With long-tailed lengths, padding all rows
 to the longest of all would dominate the step.
@@ -7,6 +9,7 @@ to the longest of all would dominate the step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,10 +17,22 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from penstock.rollout.prefix_cache import BLOCK_TOKENS
+
 Ints = npt.NDArray[np.int64]
 
 GROUP_ROWS = 32
 """Rows that share one attention call: small enough to keep padding low, large enough to keep calls few."""
+
+
+class BlockCopy(NamedTuple):
+    """A copy between a slot and the pool."""
+
+    slot: int
+    place: int
+    """Number of the block in the slot."""
+    block: int
+    """Number of the block in the pool."""
 
 
 class LayerSlots(NamedTuple):
@@ -28,27 +43,35 @@ class LayerSlots(NamedTuple):
 
 
 class SlotCache:
-    """Keys and values of all layers, each `[layers, S, K, C, D]` (dimensions as in `slot_attention`)."""
+    """Keys and values of all layers, each `[layers, S, K, C, D]` (dimensions as in `slot_attention`), and the pool."""
 
-    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_context: int) -> None:
-        """Allocate slots with the model's shape, dtype and device, and on CUDA one more slot that padding is written
-        to."""
+    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_context: int, num_blocks: int) -> None:
+        """Allocate slots and a pool of `num_blocks` blocks with the model's shape, dtype and device. On CUDA, allocate
+        one more slot that padding is written to."""
         config = model.config.get_text_config()
         self.num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.max_context, self.dtype, self.device = max_context, model.dtype, model.device
         num_slots += self.device.type == "cuda"
-        self._shape = (config.num_hidden_layers, num_slots, self.num_kv_heads, max_context, self.head_dim)
+        num_layers = config.num_hidden_layers
+        self._shape = (2, num_layers, num_slots, self.num_kv_heads, max_context, self.head_dim)
+        self._pool_shape = (num_blocks, 2, num_layers, self.num_kv_heads, BLOCK_TOKENS, self.head_dim)
         self.allocate()
 
     def allocate(self) -> None:
         """Allocate the memory, filled with zeros."""
         # Zeros, not empty: masked positions are multiplied by 0, and 0 times an uninitialised NaN is NaN.
-        self._keys, self._values = (torch.zeros(self._shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        both = torch.zeros(self._shape, dtype=self.dtype, device=self.device)
+        self._keys, self._values = both
+        whole = self.max_context // BLOCK_TOKENS
+        self._blocks = both[..., : whole * BLOCK_TOKENS, :].view(*self._shape[:4], whole, BLOCK_TOKENS, self.head_dim)
+        """A view of the slots [2, layers, S, K, C // B, B, D], with B tokens per block."""
+        self._pool = torch.zeros(self._pool_shape, dtype=self.dtype, device=self.device)
 
     def free(self) -> None:
-        """Free the memory. Slots must not be read or written before the next `allocate`."""
-        self._keys = self._values = torch.empty(0, dtype=self.dtype, device=self.device)
+        """Free the memory. Slots and pool must not be read or written before the next `allocate`."""
+        nothing = torch.empty(0, dtype=self.dtype, device=self.device)
+        self._keys = self._values = self._blocks = self._pool = nothing
 
     def layer(self, index: int) -> LayerSlots:
         return LayerSlots(self._keys[index], self._values[index])
@@ -57,6 +80,19 @@ class SlotCache:
         """Copy the first `length` positions of slots `source` to slots `target`; the two may overlap."""
         self._keys[:, target, :, :length] = self._keys[:, source, :, :length]
         self._values[:, target, :, :length] = self._values[:, source, :, :length]
+
+    def save(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks of slots into the pool."""
+        slots, places, blocks = self._indices(copies)
+        self._pool[blocks] = self._blocks[:, :, slots, :, places]
+
+    def load(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks of the pool into slots."""
+        slots, places, blocks = self._indices(copies)
+        self._blocks[:, :, slots, :, places] = self._pool[blocks]
+
+    def _indices(self, copies: Sequence[BlockCopy]) -> torch.Tensor:
+        return torch.from_numpy(np.array(copies, dtype=np.int64).T.copy()).to(self.device)
 
     def erase(self, slot: int) -> None:
         """Zero a slot after non-finite values, so that the slot's next sequence gets no NaN."""

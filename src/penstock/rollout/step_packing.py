@@ -1,9 +1,10 @@
-"""The layout of one engine step as a single packed forward: one token per decoding row, then the admitted prompts."""
+"""The layout of one engine step as a single packed forward: one token per decoding row, then the admitted prompts,
+without the tokens whose keys and values are reused."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 
 import numpy as np
 import torch
@@ -26,18 +27,18 @@ class PackedStep:
     logits_to_keep: torch.Tensor | int
     """Packed positions that need logits; 0 means all positions."""
     rows_of_logits: torch.Tensor | None
-    """For each row, the index of its logits. None if the logits are already in row order."""
+    """For each row, the index of its logits; then that of a part's. None if the logits are already in this order."""
     batch: SlotBatch
 
 
 def pack(cache: SlotCache, rows: Rows, num_decode: int, admissions: list[Admission]) -> PackedStep:
     """Pack a step. Rows [0, num_decode) decode; `admissions` (ordered by prompt length) fill the other rows."""
     device = cache.device
-    lengths = [len(admission.prompt_ids) for admission in admissions]
-    prompts = chain.from_iterable(admission.prompt_ids for admission in admissions)
+    prompts = chain.from_iterable(islice(admission.prompt_ids, admission.start, None) for admission in admissions)
     ids = np.concatenate([rows.tokens[:num_decode], np.fromiter(prompts, dtype=np.int64)])
     decode_positions = rows.positions[:num_decode]
-    positions = np.concatenate([decode_positions, *(np.arange(length) for length in lengths)])
+    computed = (np.arange(admission.start, len(admission.prompt_ids)) for admission in admissions)
+    positions = np.concatenate([decode_positions, *computed])
     batch = SlotBatch(
         cache=cache,
         num_decode=num_decode,
@@ -46,8 +47,9 @@ def pack(cache: SlotCache, rows: Rows, num_decode: int, admissions: list[Admissi
         groups=_decode_groups(decode_positions, device),
         prompts=_prompt_groups(admissions, num_decode, device),
     )
+    lengths = [admission.num_computed for admission in admissions]
     last_tokens = num_decode + np.cumsum(lengths, dtype=np.int64) - 1
-    samples = np.repeat(np.arange(len(admissions)), [len(admission.sequences) for admission in admissions])
+    samples = np.repeat(np.arange(len(admissions)), [admission.num_slots for admission in admissions])
     return PackedStep(
         input_ids=torch.from_numpy(ids).to(device).unsqueeze(0),
         position_ids=torch.from_numpy(positions).to(device).unsqueeze(0),
@@ -85,12 +87,23 @@ def _decode_group(positions: Ints, start: int, end: int, length: int, device: to
 
 def _prompt_groups(admissions: list[Admission], first_row: int, device: torch.device) -> list[PromptGroup]:
     groups, start = [], first_row
-    for length, members in groupby(admissions, key=lambda admission: len(admission.prompt_ids)):
-        samples = [len(admission.sequences) for admission in members]
-        rows = torch.from_numpy(np.repeat(np.arange(len(samples)), samples)).to(device)
-        groups.append(PromptGroup(start=start, count=len(samples), length=length, first_row=first_row, rows=rows))
-        start += len(samples) * length
-        first_row += sum(samples)
+    for (length, past), members in groupby(admissions, key=lambda each: (len(each.prompt_ids), each.start)):
+        num_slots = [admission.num_slots for admission in members]
+        owners = np.repeat(np.arange(len(num_slots)), num_slots)
+        first_slots = first_row + np.cumsum(num_slots) - num_slots
+        group = PromptGroup(
+            start=start,
+            count=len(num_slots),
+            length=length,
+            past=past,
+            first_row=first_row,
+            rows=torch.from_numpy(owners).to(device),
+            first_slots=torch.from_numpy(first_slots).to(device) if past else None,
+            seen=torch.ones(length - past, length, dtype=torch.bool, device=device).tril(past) if past else None,
+        )
+        groups.append(group)
+        start += len(num_slots) * (length - past)
+        first_row += sum(num_slots)
     return groups
 
 
