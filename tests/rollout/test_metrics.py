@@ -36,6 +36,7 @@ async def test_what_happened_is_counted(url: str, runner: EngineRunner) -> None:
         found = await scrape(session)
     assert found["penstock_generation_tokens_total",] == 8
     assert found["penstock_prompt_tokens_total",] == 3
+    assert found["penstock_prompt_tokens_reused_total",] == found["penstock_cached_tokens_evicted_total",] == 0
     assert found["penstock_http_responses_total", "/generate", "200"] == 1
     assert found["penstock_http_responses_total", "/generate", "400"] == 1
     assert found["penstock_http_responses_total", "/{rest}", "404"] == 1
@@ -44,6 +45,16 @@ async def test_what_happened_is_counted(url: str, runner: EngineRunner) -> None:
     assert 0 < found["penstock_time_to_first_token_seconds_sum",] <= found["penstock_e2e_request_latency_seconds_sum",]
     assert (found["penstock_slots",], found["penstock_policy_version",], found["penstock_alive",]) == (4, 0, 1)
     assert found["penstock_busy_seconds_total",] > 0
+
+
+async def test_reused_prompt_tokens_are_counted_apart(url: str) -> None:
+    body = {"input_ids": [5] * 40, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    async with aiohttp.ClientSession(url) as session:
+        for _ in range(2):
+            await generate(session, body)
+        found = await scrape(session)
+    assert (found["penstock_prompt_tokens_total",], found["penstock_prompt_tokens_reused_total",]) == (48, 32)
+    assert found["penstock_cached_tokens",] == 32
 
 
 async def test_what_is_going_on_is_shown(url: str, runner: EngineRunner) -> None:

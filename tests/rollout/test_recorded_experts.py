@@ -17,7 +17,7 @@ from expert_policy import NUM_CHOSEN, NUM_EXPERTS, NUM_LAYERS, WIDTH, chosen_by,
 from tiny_policy import make_engine, make_request, run, serve
 
 from penstock.model.experts import expert_layers
-from penstock.rollout import bodies, vllm_client
+from penstock.rollout import admission, bodies, vllm_client
 from penstock.rollout.client import RolloutClient, ServerClient
 from penstock.rollout.request import GenerateRequest
 from penstock.rollout.runner import EngineRunner
@@ -100,6 +100,72 @@ def test_tokens_that_are_computed_again_keep_their_first_record() -> None:
     later = chosen_by(engine.model, fed)
     np.testing.assert_array_equal(segment.experts[len(first) :], later[len(first) :])
     assert (later[: len(first)] != wanted).any()
+
+
+LONG = [(7 * place) % 60 + 2 for place in range(40)]
+"""More than two blocks of the prefix cache."""
+
+
+def check_record(engine: SlotEngine, prompt: list[int], segment: Segment, start: int = 0) -> None:
+    assert segment.experts is not None
+    wanted = chosen_by(engine.model, prompt + segment.token_ids[:-1])[start:]
+    np.testing.assert_array_equal(segment.experts, wanted)
+
+
+def served(engine: SlotEngine, request: GenerateRequest) -> tuple[Segment, int]:
+    """The only sample, and how many tokens of its prompt were reused."""
+    engine.submit(request)
+    finished, num_reused = [], 0
+    while engine.has_work:
+        finished += engine.step()
+        num_reused += engine.num_reused
+    (segment,) = finished[0].segments
+    return segment, num_reused
+
+
+@pytest.mark.parametrize("budget", [16, 4096])
+def test_reused_tokens_keep_the_record_of_the_pass_that_computed_them(
+    monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    monkeypatch.setattr(admission, "PREFILL_TOKENS", budget)
+    engine = expert_engine()
+    first, num_reused = served(engine, asked("first", LONG))
+    assert num_reused == 0
+    check_record(engine, LONG, first)
+    turn = [*LONG, *first.token_ids, 5, 9]
+    for start in (0, 20, len(turn) - 3):
+        second, num_reused = served(engine, asked("second", turn, start=start))
+        assert num_reused >= 32
+        check_record(engine, turn, second, start)
+
+
+def test_tokens_without_a_record_are_computed_again_for_one_that_is_asked_for() -> None:
+    engine = expert_engine()
+    served(engine, asked("none", LONG, start=None))
+    late, num_reused = served(engine, asked("late", LONG, start=36))
+    assert num_reused == 32, "a record of the reused tokens is not asked for"
+    check_record(engine, LONG, late, 36)
+    for rid, expected in (("all", 0), ("again", 32)):
+        segment, num_reused = served(engine, asked(rid, LONG))
+        assert num_reused == expected
+        check_record(engine, LONG, segment)
+
+
+def test_a_record_of_older_weights_is_not_reused() -> None:
+    engine = expert_engine()
+    engine.submit(asked("a", LONG, max_new_tokens=30))
+    for _ in range(4):
+        engine.step()
+    torch.manual_seed(1)
+    engine.load_weights({name: each + torch.randn_like(each) for name, each in engine.model.named_parameters()}, 1)
+    engine.retract()
+    finished = []
+    while engine.has_work:
+        finished += engine.step()
+    turn = LONG + finished[0].segments[0].token_ids
+    segment, num_reused = served(engine, asked("b", turn, max_new_tokens=4))
+    assert num_reused >= 32, "the prompt was computed again, with a record"
+    check_record(engine, turn, segment)
 
 
 def test_an_aborted_sample_has_the_record_so_far() -> None:
