@@ -108,9 +108,7 @@ def plain_step(
     device = model.device
     old = torch.from_numpy(flatten(batch["logprobs"], np.float32)).to(device)
     advantages = torch.from_numpy(batch["advantages"]).to(device)
-    packed = micro_batches(
-        table, config.tokens_per_microbatch, device, share_prefixes=share, pass_cost=pass_cost(model, device)
-    )
+    packed = micro_batches(table, config.pass_tokens, device, share_prefixes=share, pass_cost=pass_cost(model, device))
     for micro in packed:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
             logits = token_logits(model, micro)

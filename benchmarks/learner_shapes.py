@@ -5,7 +5,8 @@ the planned memory is the measured one.
 and activations that are computed again do not count twice. `compiled_flops_share`: the same with `trainer.compile`,
 after its compilation, which took `compile_s`. `planned_vs_measured_peak`: the planned memory over the measured peak.
 `long_*`: two samples, each of which fills a pass of 32k tokens, activations computed again. States are in float32,
-passes in bfloat16. `layers` is how many of the shape's layers the device had room for; each is as fast as all of them.
+passes in bfloat16. `layers` is how many of the shape's layers the device had room for; each is as fast as all
+of them. `pass_tokens`: the tokens of a pass, as the memory plan decides them.
 
 It is meant for an accelerator: `--device cuda --shape Qwen3-4B`. On a CPU a small shape shows that everything runs.
 """
@@ -29,14 +30,14 @@ from transformers.models.qwen3 import Qwen3Config
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.trainer.learner import Learner
-from penstock.trainer.memory import learner_bytes
+from penstock.trainer.memory import decided, learner_bytes
 
 FIGURES = ("flops_share", "compiled_flops_share", "compile_s", "planned_vs_measured_peak")
 LONG_FIGURES = ("long_peak_gb", "long_planned_vs_measured_peak", "long_tokens_per_s")
 BENCHMARK = Benchmark(
     name="learner_shapes",
     measures=["trainer", "processes/memory_plan.py"],
-    figures=["layers", *FIGURES, *LONG_FIGURES],
+    figures=["layers", "pass_tokens", *FIGURES, *LONG_FIGURES],
 )
 SMALL = Qwen3Config(
     hidden_size=64,
@@ -49,7 +50,7 @@ SMALL = Qwen3Config(
     max_position_embeddings=1024,
     tie_word_embeddings=True,
 )
-PASS_TOKENS, LENGTH, NUM_SAMPLES = 8192, 2048, 32
+LENGTH, NUM_SAMPLES = 2048, 32
 SMALL_PASS_TOKENS, SMALL_LENGTH, SMALL_NUM_SAMPLES = 512, 128, 8
 LONG = 32_768
 ROUNDS = 3
@@ -59,6 +60,14 @@ ROOM = 0.85
 
 def trainer_of(**settings: Any) -> TrainerConfig:
     return TrainerConfig.model_validate({"learning_rate": 1e-6, "canaries": {"parity_every": None}} | settings)
+
+
+def decided_for(architecture: Any, trainer: TrainerConfig, length: int, device: torch.device) -> TrainerConfig:
+    """Return the settings of a run on this device."""
+    if device.type == "cpu":
+        return trainer
+    capacity = torch.get_device_module(device).mem_get_info(device)[1]
+    return decided(architecture, trainer, longest=length, dtype=torch.bfloat16, roles=["actor"], capacity=capacity)
 
 
 def planned(architecture: Any, trainer: TrainerConfig, length: int, device: torch.device) -> int:
@@ -121,13 +130,13 @@ def peak_of(device: torch.device) -> float:
 def measured_steps(name: str, device: torch.device, rounds: int) -> dict[str, float]:
     small = device.type == "cpu"
     length = SMALL_LENGTH if small else LENGTH
-    tokens = SMALL_PASS_TOKENS if small else PASS_TOKENS
     batch = batch_of(SMALL_NUM_SAMPLES if small else NUM_SAMPLES, length, device)
     rate = flops_per_s(device, torch.float32 if small else torch.bfloat16)
     found: dict[str, float] = {}
     for compiled in (False, True):
-        trainer = trainer_of(tokens_per_microbatch=tokens, compile=compiled)
+        trainer = trainer_of(tokens_per_microbatch=SMALL_PASS_TOKENS if small else None, compile=compiled)
         architecture = with_room(name, trainer, length, device)
+        trainer = decided_for(architecture, trainer, length, device)
         learner = learner_of(architecture, trainer, device)
         peak_of(device)
         first, *times = step_seconds(learner, batch, device, rounds + 1)
@@ -138,6 +147,7 @@ def measured_steps(name: str, device: torch.device, rounds: int) -> dict[str, fl
         found |= {
             "layers": float(architecture.num_hidden_layers),
             "flops_share": share,
+            "pass_tokens": float(trainer.pass_tokens),
             "planned_vs_measured_peak": planned(architecture, trainer, length, device) / peak_of(device),
         }
         del learner

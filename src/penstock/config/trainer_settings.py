@@ -268,6 +268,10 @@ class ObjectiveConfig(Section):
             yield f"mask_low ({self.mask_low:g}) must be below mask_high ({self.mask_high:g})"
 
 
+LEAST_PASS_TOKENS = 8192
+"""Tokens of a pass, if nothing else is set or decided."""
+
+
 class TrainerConfig(Section):
     """The learner."""
 
@@ -295,8 +299,10 @@ class TrainerConfig(Section):
     """Settings of low-rank adapters. None trains all weights."""
     canaries: CanaryConfig = CanaryConfig()
     advantages: AdvantagesConfig = AdvantagesConfig()
-    tokens_per_microbatch: int = Field(8192, ge=1)
-    """Maximum number of tokens per forward pass, padding included."""
+    tokens_per_microbatch: int | None = Field(None, ge=1)
+    """Maximum number of tokens per forward pass, padding included. If unset, it is 8,192, and on an accelerator twice
+    or four times as many if that takes at most three quarters of its memory: kernels of small models are too short to
+    keep it busy."""
     activation_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, more time. Prompts are then not shared between samples.
     If unset, an accelerator does so if the memory plan says that it must."""
@@ -331,6 +337,11 @@ class TrainerConfig(Section):
     kept too."""
     max_bad_steps: int = Field(5, ge=1)
     """The run fails after this many consecutive steps with a non-finite gradient or without a token to train."""
+
+    @property
+    def pass_tokens(self) -> int:
+        """Maximum number of tokens per forward pass."""
+        return self.tokens_per_microbatch or LEAST_PASS_TOKENS
 
     @property
     def roles(self) -> list[str]:

@@ -143,7 +143,7 @@ class Planner:
             found = learner_bytes(self._architecture, trainer, on_accelerator=on_accelerator, **known)
             ranks = config.trainer.ranks
             sharded = config.trainer.distributed.shards(ranks=ranks, num_parameters=self._sizes.all)
-            tokens = max(config.trainer.tokens_per_microbatch, config.model.max_context)
+            tokens = max(trainer.pass_tokens, config.model.max_context)
             passing = f"a pass of {tokens:,} tokens"
             if (context := config.trainer.distributed.context_ranks) > 1:
                 passing += f" on {context} ranks"
@@ -193,7 +193,7 @@ class Planner:
         for step, is_one in (
             (
                 f"trainer.tokens_per_microbatch={config.model.max_context}",
-                trainer.tokens_per_microbatch > config.model.max_context,
+                trainer.pass_tokens > config.model.max_context,
             ),
             ("trainer.activation_checkpointing=true", not trainer.activation_checkpointing),
             ("trainer.distributed.shard_ranks=null", trainer.distributed.shard_ranks is not None),

@@ -269,7 +269,7 @@ class Learner(ModelRole):
         together = self._strategy.is_sharded and self._strategy.packs
         return Work(
             attention_per_token=attention_per_token(self.model),
-            pass_tokens=self._config.tokens_per_microbatch if together else None,
+            pass_tokens=self._config.pass_tokens if together else None,
             early_apart=self._measure_noise,
         )
 

@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from penstock.config import ConfigError, LoraConfig, TrainerConfig
+from penstock.config.trainer_settings import LEAST_PASS_TOKENS
 from penstock.model.experts import experts_of, per_token
 from penstock.model.load_policy import OWN_CODE
 from penstock.trainer import output_layer, packed_attention
@@ -53,6 +54,12 @@ RESERVE_BYTES = 2**30
 """Of every process that computes: libraries, the device's context, and their workspaces."""
 FRAGMENTS = 0.05
 """Share of the tensors that is lost between them."""
+LARGER_PASSES = (4, 2)
+"""How many times larger passes on an accelerator may be, the largest first."""
+ROOM_FOR_PASSES = 0.75
+"""Share of an accelerator's memory that a process with larger passes may take."""
+RECOMPUTED, TOKENS = "activation_checkpointing", "tokens_per_microbatch"
+"""Names of settings."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -280,7 +287,7 @@ def learner_bytes(
         check_shared_passes(_hollow(architecture), trainer.distributed)
     if trainer.distributed.expert_parallel:
         check_spread_experts(_hollow(architecture), trainer.distributed, trainer.ranks)
-    tokens = -(-max(trainer.tokens_per_microbatch, longest) // context)
+    tokens = -(-max(trainer.pass_tokens, longest) // context)
     gathered = counted.gathered()
     if counted.sharded and trainer.distributed.expert_parallel:
         gathered += _exchanged(architecture, tokens, dtype.itemsize)
@@ -321,24 +328,35 @@ def decided(
     roles: list[str],
     capacity: int | None,
 ) -> TrainerConfig:
-    """Return the settings of a process with activation checkpointing decided: it is used if it is set, or if it is
-    unset and the process would take more than the `capacity` of its accelerator in bytes. `capacity`: None on a CPU.
-    For the other arguments see `learner_bytes`."""
-    wanted = trainer.activation_checkpointing
-    if wanted is None and capacity is not None:
+    """Return the settings of a process with activation checkpointing and the tokens of a pass decided.
+
+    If they are unset, activations are computed again if the process would else take more than the `capacity` of its
+    accelerator in bytes, and passes are as large as `ROOM_FOR_PASSES` allows. `capacity`: None on a CPU. For the other
+    arguments see `learner_bytes`.
+    """
+    wanted, tokens = trainer.activation_checkpointing, trainer.pass_tokens
+
+    def need(**update: Any) -> int:
+        settings = trainer.model_copy(update=update)
         given: dict[str, Any] = {"longest": longest, "dtype": dtype, "roles": roles}
-        try:
-            need = learner_bytes(architecture, trainer, on_accelerator=True, **given)
-            wanted = with_reserve(need.total) > capacity
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever a model does with tensors that have no values
-            logger.warning(
-                "the memory of a %s model cannot be counted (%s), so activations are kept: if they do not fit, set "
-                "trainer.activation_checkpointing",
-                *(architecture.model_type, error),
-            )
-    return trainer.model_copy(update={"activation_checkpointing": bool(wanted)})
+        return with_reserve(learner_bytes(architecture, settings, on_accelerator=True, **given).total)
+
+    try:
+        if wanted is None and capacity is not None:
+            wanted = need() > capacity
+        if trainer.tokens_per_microbatch is None and capacity is not None:
+            larger = (LEAST_PASS_TOKENS * times for times in LARGER_PASSES)
+            fits = (each for each in larger if need(**{RECOMPUTED: wanted, TOKENS: each}) <= ROOM_FOR_PASSES * capacity)
+            tokens = next(fits, tokens)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a model does with tensors that have no values
+        logger.warning(
+            "the memory of a %s model cannot be counted (%s), so activations are kept: if they do not fit, set "
+            "trainer.activation_checkpointing",
+            *(architecture.model_type, error),
+        )
+    return trainer.model_copy(update={RECOMPUTED: bool(wanted), TOKENS: tokens})
 
 
 def _exchanged(architecture: Any, tokens: int, computed: int) -> int:

@@ -117,7 +117,7 @@ class ModelRole(ABC):
         if config.compile:
             compile_layers(model)
             compile_output_layer(model)
-        max_tokens = config.tokens_per_microbatch
+        max_tokens = config.pass_tokens
         self._passes = Passes(model, self._strategy, max_tokens=max_tokens, share_prefixes=self.shares_prefixes)
         self._max_staleness, self._segments = max_staleness, config.objective.segments
         self.busy = BusyClock(self._device)
