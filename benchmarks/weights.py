@@ -9,6 +9,10 @@ from the client, so it holds whatever the server, the socket and the client add.
 last step under the old weights (1 GB of float32) to the beginning of the first under the new, over the time a plain
 copy of 1 GB of tensors takes with the same threads, in turns.
 
+`publish_gb_per_s_vs_copy`: a copy of the same tensors to new memory, over all phases of an update together: to write
+and verify the file (`publish_s`), to map and verify it (`begin_s`), to load it (`commit_s`). `learner_stall_share` and
+`peak_extra_bytes_ratio_*`: see `publishing_ranks.py`.
+
 `updates_in_a_row`: a server process is updated as fast as it answers while 256 requests are always in flight. Its
 policy is made so that the greedy token is a function of the weights alone, which tells what made a token, whatever its
 version span says.
@@ -34,6 +38,7 @@ import aiohttp
 import msgspec
 import torch
 from hardware import accelerator_name, real_policy, seconds
+from publishing_ranks import peak_extra_bytes_ratio, stall_share
 from report import Benchmark, arguments, publish
 from rollout_http import server
 
@@ -53,19 +58,22 @@ from penstock.weights import shared_memory
 from penstock.weights.publication import WeightsPublisher
 
 MAX_CONTEXT, LONG_CONTEXT = 512, 16384
+RANKS = (2, 4)
 BENCHMARK = Benchmark(
     name="weights",
     measures=["weights", "rollout"],
     figures=[
         *("tiny_pause_ms", "tiny_pause_worst_ms", "tiny_pause_updates"),
         *("one_gb_bytes", "one_gb_pause_s", "one_gb_copy_s", "one_gb_pause_vs_copy"),
+        *("publish_gb_per_s_vs_copy", "publish_s", "begin_s", "commit_s", "learner_stall_share"),
+        *(f"peak_extra_bytes_ratio_{count}_ranks" for count in RANKS),
         *("updates_in_a_row", "updates_in_a_row_per_s", "updates_in_a_row_answers", "updates_in_a_row_tokens"),
         *("updates_in_a_row_versions_seen", "updates_in_a_row_lost", "updates_in_a_row_misversioned"),
     ],
     on_accelerator=[
         f"qwen3_0_6b_{figure}"
         for figure in (
-            *("bytes", "pause_s", "copy_s", "publish_s", "begin_s", "commit_s", "pinned_copy_s"),
+            *("bytes", "pause_s", "copy_s", "new_copy_s", "publish_s", "begin_s", "commit_s", "pinned_copy_s"),
             *("pause_vs_copy", "begin_vs_pinned_copy"),
         )
     ],
@@ -169,6 +177,8 @@ async def one_gb(directory: Path, rounds: int) -> dict[str, float]:
         "one_gb_pause_s": found["pause_s"],
         "one_gb_copy_s": found["copy_s"],
         "one_gb_pause_vs_copy": found["pause_s"] / found["copy_s"],
+        "publish_gb_per_s_vs_copy": found["new_copy_s"] / (found["publish_s"] + found["begin_s"] + found["commit_s"]),
+        **{name: found[name] for name in ("publish_s", "begin_s", "commit_s")},
     }
 
 
@@ -183,6 +193,7 @@ async def whole_updates(engine: SlotEngine, rounds: int) -> dict[str, float]:
     num_bytes = sum(tensor.nbytes for tensor in source.values())
     runner.start()
     pauses, copies, phases = list[float](), list[float](), list[list[float]]()
+    new_copies = list[float]()
 
     def copy() -> None:
         for name, tensor in source.items():
@@ -215,6 +226,7 @@ async def whole_updates(engine: SlotEngine, rounds: int) -> dict[str, float]:
             if version > 1:  # the first round warms up
                 pauses.append(after - before)
                 copies.append(copy_s)
+                new_copies.append(wall_s(lambda: [tensor.clone() for tensor in source.values()], device))
                 phases.append([end - start for start, end in pairwise(times)])
     await runner.stop()
     publish_s, begin_s, commit_s = (median(phase) for phase in zip(*phases, strict=True))
@@ -222,6 +234,7 @@ async def whole_updates(engine: SlotEngine, rounds: int) -> dict[str, float]:
         "bytes": float(num_bytes),
         "pause_s": median(pauses),
         "copy_s": median(copies),
+        "new_copy_s": median(new_copies),
         "publish_s": publish_s,
         "begin_s": begin_s,
         "commit_s": commit_s,
@@ -238,7 +251,7 @@ async def generated(runner: EngineRunner, *, until: int) -> list[BusySpan]:
     return spans
 
 
-def wall_s(work: Callable[[], None], device: torch.device) -> float:
+def wall_s(work: Callable[[], object], device: torch.device) -> float:
     if device.type != "cpu":
         return seconds(work, device)
     start = time.perf_counter()
@@ -342,6 +355,10 @@ def main() -> None:
     figures["tiny_pause_updates"] = len(pauses)
     with TemporaryDirectory() as directory:
         figures |= asyncio.run(one_gb(Path(directory), 2 if options.quick else 7))
+    size = TinyModelConfig() if options.quick else ONE_GB
+    figures["learner_stall_share"] = stall_share(size, 1 if options.quick else 3)
+    for count in RANKS:
+        figures[f"peak_extra_bytes_ratio_{count}_ranks"] = peak_extra_bytes_ratio(size, count)
     with TemporaryDirectory() as directory:
         tensors = write_model(Path(directory), tied=False)
         vocab_size = len(tensors["lm_head.weight"])

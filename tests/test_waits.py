@@ -51,6 +51,7 @@ EXCEPTIONS = {
     "cluster/node_agent.py:_live": LIFE,
     "cluster/ray_launcher.py:wait": "a process may live as long as it likes",
     "compat/gateway.py:_answer": TASK,
+    "compat/sglang.py:_add_bucket": COROUTINE,
     "control/sockets.py:listen": "silence of the other side is what heartbeats are for",
     "envs/agents.py:paused": COROUTINE,
     "envs/worker_calls.py:awaited": COROUTINE,

@@ -274,7 +274,7 @@ def test_too_little_room_is_said_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("pipeline", "num_versions"), [("train", 4), ("eval", 1), ("rollout", 0)])
+@pytest.mark.parametrize(("pipeline", "num_versions"), [("train", 4), ("eval", 0), ("rollout", 0)])
 def test_only_training_needs_room_for_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: str, num_versions: int
 ) -> None:

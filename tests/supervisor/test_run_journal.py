@@ -131,4 +131,4 @@ def test_secrets_do_not_reach_the_disk(tmp_path: Path) -> None:
     config = Config.model_validate({"runs_dir": str(tmp_path), "rollout": {"api_key": "hunter2"}})
     with open_run(config) as run:
         text = (run.run_dir / "config.yaml").read_text()
-    assert "hunter2" not in text and "api_key" not in text
+    assert "hunter2" not in text and "api_key:" not in text

@@ -169,7 +169,8 @@ class Planner:
         of_token = bytes_of_token(raw, self._dtype.itemsize)
         vocab = int(self._architecture.get_text_config().vocab_size)
         slots, context = rollout.slots, config.model.max_context
-        cached = int(CACHED_SHARE * slots * context)
+        on_cpu = self._device.type == "cpu"
+        cached = int(CACHED_SHARE * slots * context) if on_cpu else 0  # an accelerator caches what it has room for
         parts = {
             "weights": self._sizes.all * self._dtype.itemsize,
             f"keys and values: {slots} slots of {context:,} tokens": slots * context * of_token,

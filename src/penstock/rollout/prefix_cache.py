@@ -25,6 +25,8 @@ and to copy."""
 CACHED_SHARE = 1.0
 """Tokens that the cache can hold, for each token that the slots can hold. This is room for about as many unfinished
 episodes as there are slots. With less, the oldest blocks are those of the episode that continues next."""
+LEFT_SHARE = 0.5
+"""Share of an accelerator's memory beside weights and slots that the cache takes at most. The rest is for computing."""
 
 Key = tuple[int, ...]
 """The tokens of a block."""

@@ -8,11 +8,12 @@ from typing import Any
 
 import psutil
 import torch
+from transformers import PreTrainedModel
 
 from penstock.config import Config
 from penstock.model.files import read_json
 from penstock.model.load_policy import resolve_device, resolve_dtype
-from penstock.rollout.prefix_cache import CACHED_SHARE
+from penstock.rollout.prefix_cache import CACHED_SHARE, LEFT_SHARE
 
 SHARE = 0.5
 """Share of the free memory that keys and values may take, with those of the prefix cache. The rest is for the weights,
@@ -29,7 +30,8 @@ def fitting(config: Config, model: Path, *, fixed: Collection[str]) -> tuple[Con
     device = resolve_device(config.model.device)
     of_token = bytes_of_token(read_json(model, "config.json"), resolve_dtype(config.model.dtype, device).itemsize)
     slots, context = config.rollout.slots, config.model.max_context
-    num_tokens = int(SHARE * free_bytes(device) / (1 + CACHED_SHARE)) // of_token if of_token else slots * context
+    cached = CACHED_SHARE if device.type == "cpu" else 0.0  # an accelerator caches what it has room for
+    num_tokens = int(SHARE * free_bytes(device) / (1 + cached)) // of_token if of_token else slots * context
     if slots * context <= num_tokens:
         return config, ""
     if "rollout.slots" not in fixed:
@@ -48,6 +50,17 @@ def fitting(config: Config, model: Path, *, fixed: Collection[str]) -> tuple[Con
         f"{slots} answers of {context} tokens at once fit into half of the free memory: set rollout.slots or "
         "model.max_context for another choice"
     )
+
+
+def cacheable_tokens(model: PreTrainedModel, *, num_slots: int, max_context: int) -> int:
+    """Return how many tokens the prefix cache holds, at most as many as the slots: on an accelerator, what half of the
+    memory that they leave free has room for."""
+    in_slots = num_slots * max_context
+    if model.device.type == "cpu":
+        return int(CACHED_SHARE * in_slots)
+    of_token = bytes_of_token(model.config.to_dict(), model.dtype.itemsize)
+    left = free_bytes(model.device) - in_slots * of_token
+    return min(max(int(LEFT_SHARE * left) // max(of_token, 1), 0), int(CACHED_SHARE * in_slots))
 
 
 def bytes_of_token(architecture: dict[str, Any], num_bytes: int) -> int:

@@ -38,8 +38,9 @@ from penstock.rollout.admission import Admission, AdmissionQueue
 from penstock.rollout.cuda_graphs import CudaGraphs, records
 from penstock.rollout.generator import ScoredToken
 from penstock.rollout.model_check import check_model, eos_ids, fit_tensors
-from penstock.rollout.prefix_cache import BLOCK_TOKENS, CACHED_SHARE, PrefixCache, RecordOf
+from penstock.rollout.prefix_cache import BLOCK_TOKENS, PrefixCache, RecordOf
 from penstock.rollout.request import GenerateRequest, check_prompt
+from penstock.rollout.room import cacheable_tokens
 from penstock.rollout.sampling import sample, shaped, uniforms
 from penstock.rollout.slot_attention import ATTENTION_NAME
 from penstock.rollout.slot_rows import Rows, RunningRequest, SlotSequence
@@ -76,7 +77,7 @@ class SlotEngine:
         policy_version: int = NO_VERSION,
         num_cached: int | None = None,
     ) -> None:
-        """`num_cached`: maximum number of tokens in the prefix cache; None for `CACHED_SHARE` of those in the slots."""
+        """`num_cached`: maximum number of tokens in the prefix cache; None for `cacheable_tokens`."""
         check_model(model, max_context)
         model.set_attn_implementation(ATTENTION_NAME)
         self.model = model.eval()
@@ -96,7 +97,7 @@ class SlotEngine:
         self.admitting = True
         """While False, running samples continue and no new sample is admitted."""
         if num_cached is None:
-            num_cached = int(CACHED_SHARE * num_slots * max_context)
+            num_cached = cacheable_tokens(model, num_slots=num_slots, max_context=max_context)
         self._prefixes = PrefixCache(num_cached // BLOCK_TOKENS)
         self._cache = SlotCache(
             model, num_slots=num_slots, max_context=max_context, num_blocks=self._prefixes.num_blocks
