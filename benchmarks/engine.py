@@ -3,11 +3,11 @@
 Same policy, same prompts and lengths, one torch thread each, sampling at temperature 1. The engines take turns, a round
 at a time, and a ratio is the median over the rounds. Useful tokens are those a request asked for. On the CPU the policy
 is the tiny one, and time is the CPU time of the process, which other load on the machine disturbs least. There, the
-engine is also compared with itself without a prefix cache: in episodes whose turns extend each other, and for samples
-of one prompt that arrive one after the other. With `--device
-cuda` it is wall time, for the tiny policy and for one of real size, in bfloat16, with requests of one length; and a
-step that only decodes is set against the least it could take: reading all weights, and all keys and values there are,
-at the speed of a copy.
+engine is also compared with the same engine without a prefix cache, under two loads. One has episodes of eight turns,
+and each turn begins with the turn before. The other has samples of one prompt that arrive one after the other. With
+`--device cuda` it is wall time, for the tiny policy and for one of real size, in bfloat16, with requests of one length;
+and a step that only decodes is set against the least it could take: reading all weights, and all keys and values there
+are, at the speed of a copy.
 """
 
 from __future__ import annotations

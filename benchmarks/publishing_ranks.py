@@ -79,7 +79,13 @@ class Completion:
         self.num_bytes = await_handle(self._folder, waiter="the benchmark").num_bytes
         self._at = time.perf_counter()
 
+    @property
+    def is_awaited(self) -> bool:
+        """Return whether it is not complete yet."""
+        return self._thread.is_alive()
+
     def wait(self) -> float:
+        """Return when it was complete, on the clock of `perf_counter`."""
         self._thread.join()
         return self._at
 
@@ -107,7 +113,7 @@ def peak_extra_bytes_ratio(model: TinyModelConfig, num_ranks: int) -> float:
         Completion(ranks.publish()).wait()  # what is allocated once
         before = [_private_bytes(pid) for pid in pids]
         complete, most = Completion(ranks.publish()), [0] * len(pids)
-        while complete._thread.is_alive():
+        while complete.is_awaited:
             most = [max(old, _private_bytes(pid)) for old, pid in zip(most, pids, strict=True)]
             time.sleep(LOOK_S)
         return max(0, *(peak - had for peak, had in zip(most, before, strict=True))) / complete.num_bytes

@@ -11,7 +11,7 @@
                                                             a new worker, weights served
   collect   a completed group (a callback, not a loop)      DATA_GENERATED on the bus
   train     the trigger: N_min samples, or T_max            a group becoming ready, or the clock
-  swap      a published policy version                      the trainer, after its step
+  swap      a policy version that is being written          the trainer, after its step
   tune      a search for better settings that is due        the trainer, after its step
 
 The trainer ends the run: when the weights of its last step are served, the other loops end. A group leaves the

@@ -88,12 +88,8 @@ sizes = st.sampled_from([0, 48, 96, 1000])
 budgets = st.sampled_from([16, 40, 4096])
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
-@given(calls, sizes, budgets, st.integers(0, 1000))
-def test_log_probabilities_are_those_of_a_plain_pass_through_updates_in_place(
-    calls: list[str], num_cached: int, budget: int, seed: int
-) -> None:
-    """A sample keeps its keys through updates, and no other sample gets one of older weights."""
+def played(calls: list[str], num_cached: int, budget: int, seed: int, *, retracts: bool) -> Episodes:
+    """Return ended episodes. `retracts`: whether running samples are retracted at each update."""
     episodes = Episodes(make_engine(num_slots=3, num_cached=num_cached), seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "PREFILL_TOKENS", budget)
@@ -101,9 +97,21 @@ def test_log_probabilities_are_those_of_a_plain_pass_through_updates_in_place(
             if call == "update":
                 version = episodes.engine.policy_version + 1
                 episodes.engine.load_weights(weights(version % NUM_WEIGHTS), version)
+                if retracts:
+                    episodes.engine.retract()
             else:
                 getattr(episodes, call)()
         episodes.finish()
+    return episodes
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(calls, sizes, budgets, st.integers(0, 1000))
+def test_log_probabilities_are_those_of_a_plain_pass_through_updates_in_place(
+    calls: list[str], num_cached: int, budget: int, seed: int
+) -> None:
+    """A sample keeps its keys through updates, and no other sample gets one of older weights."""
+    episodes = played(calls, num_cached, budget, seed, retracts=False)
     for prompt, segment in episodes.samples():
         seeds = [(span.start, span.policy_version % NUM_WEIGHTS) for span in segment.spans]
         expected = reference_logprobs(prompt, segment.token_ids, seeds=seeds)
@@ -115,17 +123,7 @@ def test_log_probabilities_are_those_of_a_plain_pass_through_updates_in_place(
 def test_after_a_retraction_all_keys_are_of_the_new_weights(
     calls: list[str], num_cached: int, budget: int, seed: int
 ) -> None:
-    episodes = Episodes(make_engine(num_slots=3, num_cached=num_cached), seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(admission, "PREFILL_TOKENS", budget)
-        for call in calls:
-            if call == "update":
-                version = episodes.engine.policy_version + 1
-                episodes.engine.load_weights(weights(version % NUM_WEIGHTS), version)
-                episodes.engine.retract()
-            else:
-                getattr(episodes, call)()
-        episodes.finish()
+    episodes = played(calls, num_cached, budget, seed, retracts=True)
     for prompt, segment in episodes.samples():
         for span in segment.spans:
             expected = plain_logprobs(prompt, segment.token_ids, seed=span.policy_version % NUM_WEIGHTS)
@@ -181,7 +179,7 @@ def test_a_turn_computes_what_is_new() -> None:
         prompt = history + observation
         engine.submit(make_request("turn", prompt, seeds=(turn,)))
         (finished,) = engine.step()[:1] or [None]
-        known = max(len(history) - 1, 0) // BLOCK_TOKENS * BLOCK_TOKENS  # nobody has computed the last answered token
+        known = max(len(history) - 1, 0) // BLOCK_TOKENS * BLOCK_TOKENS  # the newest token is not computed yet
         assert (engine.num_prefilled, engine.num_reused) == (len(prompt) - known, known)
         while finished is None:
             (finished,) = engine.step() or [None]

@@ -110,13 +110,16 @@ def test_a_step_waits_until_published_weights_are_read_and_passes_do_not(
     make_model: Callable[[], PreTrainedModel], samples: list[Sample]
 ) -> None:
     learner = Learner(make_model(), TrainerConfig(learning_rate=1e-2, warmup_steps=0), max_staleness=9)
-    before = learner.named_weights()
-    before = {name: weight.clone() for name, weight in before.items()}
-    may_read, found = threading.Event(), dict[str, torch.Tensor]()
+    before = {name: weight.clone() for name, weight in learner.named_weights().items()}
+    may_read, may_end, found = threading.Event(), threading.Event(), dict[str, torch.Tensor]()
 
-    def read(weights: list[WeightRows]) -> None:
+    def rest() -> None:
+        assert may_end.wait(ENOUGH_S)
+
+    def read(weights: list[WeightRows]) -> Callable[[], None]:
         assert may_read.wait(ENOUGH_S)
         found.update({name: rows.clone() for name, _, rows in weights})
+        return rest
 
     learner.read_rows(read)
     learner.accumulate(prepare(samples)[0])
@@ -126,7 +129,14 @@ def test_a_step_waits_until_published_weights_are_read_and_passes_do_not(
     assert stepping.is_alive() and not found
     may_read.set()
     stepping.join(ENOUGH_S)
-    assert learner.policy_version == 1 and found.keys() == before.keys()
+    assert learner.policy_version == 1 and found.keys() == before.keys(), "it does not wait for the rest"
+    ending = threading.Thread(target=learner.await_published)
+    ending.start()
+    ending.join(0.2)
+    assert ending.is_alive()
+    may_end.set()
+    ending.join(ENOUGH_S)
+    assert not ending.is_alive()
     assert all(torch.equal(found[name], weight) for name, weight in before.items())
     assert not all(torch.equal(found[name], weight) for name, weight in learner.named_weights().items())
 

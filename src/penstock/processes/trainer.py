@@ -1,5 +1,5 @@
-"""The trainer process: executes one bus message at a time, by calls to the ranks that hold the models. Only the files
-of a checkpoint are written beside later messages.
+"""The trainer process: executes one bus message at a time, by calls to the ranks that hold the models. Only published
+weights and the files of a checkpoint are written beside later messages.
 
 An actor with a single rank runs in this process, on its own thread. All other ranks are processes of the run, possibly
 on other nodes: see `trainer_roles` and `rank.py`. If a rank is lost, the trainer ends. The supervisor restarts all of

@@ -39,6 +39,7 @@ from penstock.trainer.memory import decided
 from penstock.trainer.model_role import ModelRole
 from penstock.trainer.ranks import Ranks, Rendezvous
 from penstock.trainer.reference import Reference
+from penstock.trainer.saving import Rest
 from penstock.trainer.shards import WeightRows
 from penstock.trainer.strategy import is_sharded
 from penstock.trainer.warm_start import Imitation
@@ -186,7 +187,9 @@ class Actor(TrainerRank):
 
     @remote_method(collect=first)
     def open_weights(self) -> Path | None:
-        """On rank 0, make the file of the present weights, in the form that servers load, and return its folder."""
+        """On rank 0, make the file of the present weights, in the form that servers load, and return its folder. The
+        weights before are complete by then."""
+        self._held.await_published()
         form, version = self._form, self._held.policy_version
         return None if self._publisher is None else self._publisher.open(form.layout, version).folder
 
@@ -208,18 +211,25 @@ class Actor(TrainerRank):
         with publication:
             publication.write_whole(self._form.converted(gathered), held.policy_version)
 
-    def _write_rows(self, publication: Publication, policy_version: int, weights: list[WeightRows]) -> None:
+    def _write_rows(self, publication: Publication, policy_version: int, weights: list[WeightRows]) -> Rest | None:
+        """Write this rank's rows. Rank 0 returns what completes the file, which needs the weights no more."""
         shard, names = self._held.shard, self._form.names
         assert names is not None
         if not shard.is_saved:
-            return
+            return None
         with publication:
             for weight in weights:
                 for name in names[weight.name]:
                     publication.write(name, weight.rows, weight.first_row)
             publication.written(shard.number)
-            if shard.number == 0:
+        if shard.number > 0:
+            return None
+
+        def finish() -> None:
+            with publication:
                 publication.finish(policy_version, shard.num_shards)
+
+        return finish
 
     @remote_method()
     def read(self, directory: Path, policy_version: int) -> None:

@@ -81,7 +81,7 @@ class MessagePolicy(ABC):
 
 
 def demanded(begun: str) -> str | None:
-    """Return the name of the tool whose call has begun; empty for any tool, None if no call has begun."""
+    """Return the name of the tool that the begun call asks for. Empty: any tool. None: no call has begun."""
     if not begun:
         return None
     named = BEGUN_NAME.search(begun)

@@ -1,4 +1,4 @@
-"""The prefix cache: a tree of the token blocks whose keys and values are kept for later prompts.
+"""The prefix cache. It keeps the keys and values of earlier tokens for later prompts, as a tree of token blocks.
 
 A path from the root spells the beginning of a prompt, `BLOCK_TOKENS` tokens per node. Each node owns one block of the
 pool in `slots.SlotCache`. Samples copy blocks into their slot and slots back into blocks. So no block is in use between

@@ -82,7 +82,7 @@ class SlotSequence:
 
     @property
     def computed_ids(self) -> list[int]:
-        """Return the tokens whose keys and values are in its slot: all but the newest one."""
+        """Return all tokens but the newest one. Their keys and values are in its slot."""
         return self.running.request.prompt_ids + self.token_ids[:-1]
 
     def route(self, first: int, experts: Record) -> None:

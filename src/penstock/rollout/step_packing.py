@@ -1,5 +1,5 @@
-"""The layout of one engine step as a single packed forward: one token per decoding row, then the admitted prompts,
-without the tokens whose keys and values are reused."""
+"""The layout of one engine step as a single packed forward: one token per decoding row, then the admitted prompts.
+Prompts leave out the tokens that they reuse from the prefix cache."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ from penstock.trainer.packing import MicroBatch, flatten, on_device, per_sample
 from penstock.trainer.rank_balancing import Work, attention_per_token
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.router_replay import replay_of
-from penstock.trainer.saving import Reader
+from penstock.trainer.saving import Reader, Rest
 from penstock.trainer.shards import WeightRows, first_row, joined, load_parameters, local, read_state, whole
 from penstock.trainer.statistics import StepStatistics
 from penstock.trainer.strategy import Shard
@@ -347,13 +347,16 @@ class Learner(ModelRole):
         for name, tensor in merged_weights(self.model):
             yield name, whole(tensor)
 
-    def read_rows(self, read: Callable[[list[WeightRows]], None]) -> None:
-        """Begin `read` with this rank's rows of all weights, on a thread of its own. Calls that change the weights wait
-        until it returns. The model has no adapters."""
-        if self._publishing is not None:
-            self._publishing.await_read()
+    def read_rows(self, read: Callable[[list[WeightRows]], Rest | None]) -> None:
+        """Begin `read` with this rank's rows of all weights, on a thread of its own, and then what it returns. Calls
+        that change the weights wait until `read` returns. The model has no adapters."""
         rows = [WeightRows(name, first_row(each), local(each)) for name, each in plain_parameters(self.model)]
         self._publishing = Reader(partial(read, rows), device=self._device, purpose="published weights")
+
+    def await_published(self) -> None:
+        """Wait until all work that `read_rows` has begun is done. Raises `Stalled`, or the error of that work."""
+        if self._publishing is not None:
+            self._publishing.await_end()
 
     @property
     def shard(self) -> Shard:

@@ -21,7 +21,7 @@ from torch.nn import Linear, Module
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 CHUNK_ELEMENTS = 2**26
-"""Logits per chunk whose products are in float32; twice as many in half precision."""
+"""Number of logits in a chunk, in float32. A chunk in half precision has twice as many."""
 PROBE_WIDTH = 8
 """Width and vocabulary of the small output layer that shows what a model does to its logits."""
 NAMED_FACTORS: dict[str, Callable[[float], float]] = {
@@ -58,7 +58,7 @@ class OutputLayer(NamedTuple):
     head: Linear
     scaling: Scaling
     is_compiled: bool = False
-    """Whether the work between the products is compiled to one kernel."""
+    """Whether all that is computed between the matrix products is compiled."""
 
     @classmethod
     def of(cls, model: Any) -> OutputLayer | None:
@@ -217,7 +217,7 @@ def same_as(model: Any, other: Any) -> None:
 _SCALINGS: WeakKeyDictionary[Module, Scaling | None] = WeakKeyDictionary()
 """Results of `_scaling_of`."""
 _COMPILED: WeakSet[Module] = WeakSet()
-"""Models whose output layer is compiled."""
+"""Models for which `compile_output_layer` was called."""
 
 
 def _scaling_of(model: Any) -> Scaling | None:

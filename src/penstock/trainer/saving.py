@@ -52,9 +52,13 @@ class Reader:
         if not self._is_read.wait(READ_S):
             raise Stalled(waiter="the learner", resource="its state", holder=self._purpose, seconds=READ_S)
 
+    def await_end(self) -> None:
+        """Wait until all is done. Raises `Stalled`, or the error of the work."""
+        if not self.is_done(READ_S):
+            raise Stalled(waiter="the learner", resource="the end of work", holder=self._purpose, seconds=READ_S)
+
     def is_done(self, wait_s: float = 0.0) -> bool:
-        """Return whether all files are written, at the latest after `wait_s` seconds. Raises the error of the copy or
-        of a file."""
+        """Return whether all is done, at the latest after `wait_s` seconds. Raises the error of the work."""
         self._thread.join(wait_s)
         if self._thread.is_alive():
             return False

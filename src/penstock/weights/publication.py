@@ -71,6 +71,7 @@ class Publication:
         """Close the file. An error of the body ends the publication."""
         if self._fd is not None:
             os.close(self._fd)
+            self._fd = None
         if isinstance(error, Exception):
             self._end(Outcome(error=f"{type(error).__name__}: {error}"))
 

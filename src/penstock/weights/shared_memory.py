@@ -24,7 +24,7 @@ Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype by parameter name."""
 
 HASHING_THREADS = min(os.cpu_count() or 1, 8)
-"""Threads that compute a fingerprint. One reads a tenth of what main memory can give."""
+"""Threads that compute a fingerprint, each of one tensor at a time."""
 
 
 class WeightsMismatch(ValueError):
