@@ -101,12 +101,13 @@ def watch_updates(tell: Tell) -> None:
     """From the first server that is told of new weights until the last one serves them."""
     from penstock.rollout.servers import Servers
 
-    update: Callable[..., Awaitable[None]] = Servers.update_weights
+    update: Callable[..., Awaitable[object]] = Servers.update_weights
 
-    async def told(servers: Servers, handle: Any) -> None:
+    async def told(servers: Servers, handle: Any) -> object:
         tell("UpdateWeights", True)
-        await update(servers, handle)
+        updated = await update(servers, handle)
         tell("UpdateWeights", False)
+        return updated
 
     setattr(Servers, "update_weights", told)  # noqa: B010
 

@@ -13,9 +13,12 @@ copy of 1 GB of tensors takes with the same threads, in turns.
 and verify the file (`publish_s`), to map and verify it (`begin_s`), to load it (`commit_s`). `learner_stall_share` and
 `peak_extra_bytes_ratio_*`: see `publishing_ranks.py`.
 
-`updates_in_a_row`: a server process is updated as fast as it answers while 256 requests are always in flight. Its
-policy is made so that the greedy token is a function of the weights alone, which tells what made a token, whatever its
-version span says.
+`collective_gb_per_s`, `file_gb_per_s`: 1 GB to a process that takes itself to be on another machine, until it has
+verified them, by a broadcast and by HTTP.
+
+`updates_in_a_row`, for each transport: a server process is updated as fast as it answers while 256 requests are always
+in flight. Its policy is made so that the greedy token is a function of the weights alone, which tells what made a
+token, whatever its version span says.
 
 With `--device cuda` only the second is taken, of a policy of real size in bfloat16: `pause_s` against a copy of the
 same bytes within the device, and how long it takes until the weights have come there (`begin_s`), against a copy of as
@@ -30,9 +33,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import get_args
 
 import aiohttp
 import msgspec
@@ -53,12 +59,16 @@ from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.session import HttpSession
 from penstock.rollout.slot_engine import SlotEngine
-from penstock.types import WeightsHandle
+from penstock.runtime.file_service import WEIGHTS, serving_files
+from penstock.types import WeightsHandle, WeightsTransport
 from penstock.weights import shared_memory
+from penstock.weights.broadcast import Offers
 from penstock.weights.publication import WeightsPublisher
+from penstock.weights.receiver import Receiver, linked
 
 MAX_CONTEXT, LONG_CONTEXT = 512, 16384
 RANKS = (2, 4)
+TRANSPORTS: tuple[WeightsTransport, ...] = get_args(WeightsTransport)
 BENCHMARK = Benchmark(
     name="weights",
     measures=["weights", "rollout"],
@@ -67,8 +77,12 @@ BENCHMARK = Benchmark(
         *("one_gb_bytes", "one_gb_pause_s", "one_gb_copy_s", "one_gb_pause_vs_copy"),
         *("publish_gb_per_s_vs_copy", "publish_s", "begin_s", "commit_s", "learner_stall_share"),
         *(f"peak_extra_bytes_ratio_{count}_ranks" for count in RANKS),
-        *("updates_in_a_row", "updates_in_a_row_per_s", "updates_in_a_row_answers", "updates_in_a_row_tokens"),
-        *("updates_in_a_row_versions_seen", "updates_in_a_row_lost", "updates_in_a_row_misversioned"),
+        *("collective_gb_per_s", "file_gb_per_s", "collective_vs_file"),
+        *(
+            f"{transport}_updates_in_a_row{figure}"
+            for transport in TRANSPORTS
+            for figure in ("", "_per_s", "_answers", "_tokens", "_versions_seen", "_lost", "_misversioned")
+        ),
     ],
     on_accelerator=[
         f"qwen3_0_6b_{figure}"
@@ -79,6 +93,8 @@ BENCHMARK = Benchmark(
     ],
 )
 SHARED_MEMORY = Path("/dev/shm")
+HOST, SECRET = "127.0.0.1", "benchmark"
+JOIN_S = 20.0
 PROMPT = [5, 6, 7, 8]
 GENERATED_S = 60.0
 """How long the first token of new weights may take."""
@@ -103,7 +119,7 @@ async def ask(session: aiohttp.ClientSession, tokens: int) -> GenerateReply:
 def published() -> Iterator[WeightsPublisher]:
     """A publisher whose files go with it."""
     with TemporaryDirectory(dir=SHARED_MEMORY) as directory:
-        yield WeightsPublisher(Path(directory))
+        yield WeightsPublisher(Path(directory) / WEIGHTS)
 
 
 def publish_next(publisher: WeightsPublisher, named: Tensors, policy_version: int) -> WeightsHandle:
@@ -282,7 +298,71 @@ def telling(tensors: Tensors, version: int, vocab_size: int) -> dict[str, torch.
     return told
 
 
-async def in_a_row(url: str, tensors: Tensors, vocab_size: int, updates: int) -> dict[str, float]:
+@asynccontextmanager
+async def placed(
+    publisher: WeightsPublisher, transport: WeightsTransport
+) -> AsyncIterator[Callable[..., WeightsHandle]]:
+    """Yield what publishes tensors as a version for servers that get them by this transport. For the two between
+    machines, its file seems to be on another one."""
+    offers = Offers(HOST)
+    async with serving_files([publisher.directory.parent], address=HOST, secret=SECRET) as service:
+
+        def publish_there(named: Tensors, version: int) -> WeightsHandle:
+            handle = publish_next(publisher, named, version)
+            if transport == "shared_memory":
+                return handle
+            far = linked(handle, service=service, secret=SECRET, machine="another")
+            return offers.add(far) if transport == "collective" else far
+
+        try:
+            yield publish_there
+        finally:
+            offers.close()
+
+
+def receive_all(connection: Connection, shapes: Mapping[str, tuple[int, ...]], directory: str) -> None:
+    """Receive one handle after another, and tell the seconds each took."""
+    torch.set_num_threads(1)
+    expected = {name: (shape, torch.float32) for name, shape in shapes.items()}
+    receiver = Receiver(expected, machine="here", directory=Path(directory))
+    connection.send(0.0)
+    while (handle := connection.recv()) is not None:
+        start = time.perf_counter()
+        receiver(handle)
+        assert receiver.transport == ("collective" if handle.meeting else "file")
+        connection.send(time.perf_counter() - start)
+
+
+async def between_machines(size: TinyModelConfig, rounds: int) -> dict[str, float]:
+    with TemporaryDirectory() as directory:
+        write_tiny_model(Path(directory), size, MAX_CONTEXT)
+        tensors = dict(load_policy(Path(directory), weights=False, seed=0).named_parameters())
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    speeds: dict[WeightsTransport, list[float]] = {"collective": [], "file": []}
+    with published() as publisher, TemporaryDirectory(dir=SHARED_MEMORY) as received:
+        ours, theirs = Pipe()
+        process = get_context("spawn").Process(target=receive_all, args=(theirs, shapes, received), daemon=True)
+        process.start()
+        await asyncio.to_thread(ours.recv)
+        version = 0
+        for _ in range(rounds):
+            for transport, found in speeds.items():
+                version += 1
+                async with placed(publisher, transport) as publish_there:
+                    ours.send(publish_there(tensors, version))
+                    found.append(num_bytes / await asyncio.to_thread(ours.recv) / 1e9)
+        ours.send(None)
+        process.join(JOIN_S)
+    return {
+        **{f"{transport}_gb_per_s": median(found) for transport, found in speeds.items()},
+        "collective_vs_file": median(fast / slow for fast, slow in zip(*speeds.values(), strict=True)),
+    }
+
+
+async def in_a_row(
+    url: str, tensors: Tensors, vocab_size: int, updates: int, transport: WeightsTransport
+) -> dict[str, float]:
     lost = misversioned = num_tokens = num_answers = 0
     seen: set[int] = set()
     over = False
@@ -298,8 +378,9 @@ async def in_a_row(url: str, tensors: Tensors, vocab_size: int, updates: int) ->
         seen.update(versions)
 
     with published() as publisher:
-        async with connected(url) as (session, client):
-            await update(client, publish_next(publisher, telling(tensors, 1, vocab_size), 1))
+        async with connected(url) as (session, client), placed(publisher, transport) as publish_there:
+            await client.forget_weights()
+            await update(client, publish_there(telling(tensors, 1, vocab_size), 1))
 
             async def play() -> None:
                 nonlocal lost
@@ -312,19 +393,22 @@ async def in_a_row(url: str, tensors: Tensors, vocab_size: int, updates: int) ->
             playing = [asyncio.create_task(play()) for _ in range(REQUESTS)]
             start = time.perf_counter()
             for version in range(2, updates + 2):
-                await update(client, publish_next(publisher, telling(tensors, version, vocab_size), version))
+                await update(client, publish_there(telling(tensors, version, vocab_size), version))
+                if client.transport != transport:
+                    raise SystemExit(f"policy_version {version} came by {client.transport}, not by {transport}")
             seconds = time.perf_counter() - start
             over = True
             await asyncio.gather(*playing)
-    return {
-        "updates_in_a_row": updates,
-        "updates_in_a_row_per_s": updates / seconds,
-        "updates_in_a_row_answers": num_answers,
-        "updates_in_a_row_tokens": num_tokens,
-        "updates_in_a_row_versions_seen": len(seen),
-        "updates_in_a_row_lost": lost,
-        "updates_in_a_row_misversioned": misversioned,
+    found = {
+        "": updates,
+        "_per_s": updates / seconds,
+        "_answers": num_answers,
+        "_tokens": num_tokens,
+        "_versions_seen": len(seen),
+        "_lost": lost,
+        "_misversioned": misversioned,
     }
+    return {f"{transport}_updates_in_a_row{figure}": value for figure, value in found.items()}
 
 
 def write_model(directory: Path, *, tied: bool) -> dict[str, torch.Tensor]:
@@ -359,11 +443,14 @@ def main() -> None:
     figures["learner_stall_share"] = stall_share(size, 1 if options.quick else 3)
     for count in RANKS:
         figures[f"peak_extra_bytes_ratio_{count}_ranks"] = peak_extra_bytes_ratio(size, count)
+    figures |= asyncio.run(between_machines(size, 2 if options.quick else 5))
     with TemporaryDirectory() as directory:
         tensors = write_model(Path(directory), tied=False)
         vocab_size = len(tensors["lm_head.weight"])
         with server(Path(directory), REQUESTS) as url:
-            figures |= asyncio.run(in_a_row(url, tensors, vocab_size, 20 if options.quick else UPDATES))
+            for transport in TRANSPORTS:
+                count = 20 if options.quick else UPDATES
+                figures |= asyncio.run(in_a_row(url, tensors, vocab_size, count, transport))
     publish(BENCHMARK, figures, options.json)
 
 

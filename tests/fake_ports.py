@@ -28,6 +28,7 @@ from penstock.types import (
     StopReason,
     Task,
     WeightsHandle,
+    WeightsTransport,
 )
 from penstock.version_history import VersionHistory
 
@@ -360,9 +361,10 @@ class ModelledServers:
         self._seconds = seconds
         self.version = NO_VERSION
 
-    async def update_weights(self, handle: WeightsHandle) -> None:
+    async def update_weights(self, handle: WeightsHandle) -> Mapping[WeightsTransport, int]:
         await asyncio.sleep(self._seconds)
         self.version = handle.policy_version
+        return {"shared_memory": 1}
 
     async def release(self) -> None:
         """Do nothing: there is no memory to free."""

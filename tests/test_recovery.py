@@ -7,7 +7,7 @@ import itertools
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.tuning import InForce
 from penstock.simulator.clock import run_virtual
 from penstock.store.experience_pool import ExperiencePool
-from penstock.types import EpisodeState, GroupAttempt, Task, WeightsHandle
+from penstock.types import EpisodeState, GroupAttempt, Task, WeightsHandle, WeightsTransport
 
 GROUP_SIZE, GROUPS_PER_STEP, STEPS = 2, 3, 6
 LIMIT_S = 600.0
@@ -60,9 +60,10 @@ class Servers(ModelledServers):
         super().__init__(seconds=0.02)
         self.served: list[WeightsHandle] = []
 
-    async def update_weights(self, handle: WeightsHandle) -> None:
-        await super().update_weights(handle)
+    async def update_weights(self, handle: WeightsHandle) -> Mapping[WeightsTransport, int]:
+        updated = await super().update_weights(handle)
         self.served.append(handle)
+        return updated
 
 
 class FarServers(Servers):
@@ -73,13 +74,13 @@ class FarServers(Servers):
         self._trainer = trainer
         self.num_lost = 0
 
-    async def update_weights(self, handle: WeightsHandle) -> None:
+    async def update_weights(self, handle: WeightsHandle) -> Mapping[WeightsTransport, int]:
         died = self._trainer._died
         await asyncio.sleep(self._seconds)
         if died.is_set():
             self.num_lost += 1
             raise TrainerLost("its weights cannot be had")
-        await super().update_weights(handle)
+        return await super().update_weights(handle)
 
 
 def config(*, redundancy: int = 0, **scheduler: Any) -> Config:
@@ -379,10 +380,10 @@ def test_weights_that_die_with_the_trainer_hold_up_nobody(tmp_path: Path, mode: 
         updating = run.servers.update_weights
         updates = itertools.count()
 
-        async def update(handle: WeightsHandle) -> None:
+        async def update(handle: WeightsHandle) -> Mapping[WeightsTransport, int]:
             if next(updates) == (0 if when == "in the first update" else 2):
                 asyncio.get_running_loop().call_later(0.01, run.trainer.kill)
-            await updating(handle)
+            return await updating(handle)
 
         run.servers.update_weights = update  # type: ignore[method-assign]
         await running
@@ -401,10 +402,10 @@ def test_a_living_trainer_publishes_what_nobody_could_have(tmp_path: Path, mode:
     run = Run(tmp_path, config(**MODES[mode]))
     updating, updates = run.servers.update_weights, itertools.count()
 
-    async def update(handle: WeightsHandle) -> None:
+    async def update(handle: WeightsHandle) -> Mapping[WeightsTransport, int]:
         if next(updates) == number:
             raise TrainerLost("cut off for a moment")
-        await updating(handle)
+        return await updating(handle)
 
     run.servers.update_weights = update  # type: ignore[method-assign]
     run_virtual(run.go([]))

@@ -80,7 +80,7 @@ class System:
 
         Raises `TrainerLost` if no server can get these weights.
         """
-        await self.servers.update_weights(handle)
+        self.recorder.updated(await self.servers.update_weights(handle))
         if self.config.scheduler.mode == "colocated":
             await self.servers.resume()
 

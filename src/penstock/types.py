@@ -211,6 +211,11 @@ class GroupRef(msgspec.Struct, frozen=True, kw_only=True):
     """Members with tokens fresh enough to train. Other members only count in the mean reward of the group."""
 
 
+WeightsTransport = Literal["shared_memory", "collective", "file"]
+"""How weights come to a server: it maps the file where the trainer wrote it, or where another server of its machine
+received it; a broadcast to several machines; a file that is read, by HTTP or from a shared folder."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsHandle:
     """Name and location of published weights. Requests carry this handle, never the tensors."""
@@ -225,6 +230,8 @@ class WeightsHandle:
     """Boot id of the machine with the file at `path`."""
     url: str = ""
     """Link with which other machines read this file; empty if they can open `path` too."""
+    meeting: str = ""
+    """HOST:PORT where other machines ask for a broadcast of this file; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,6 +73,8 @@ async def test_a_run_trains_across_machines_whatever_is_lost(tmp_path: Path) -> 
     async def happenings(life: asyncio.Task[Outcome]) -> None:
         await until(lambda: num_steps(run) >= 2, life)
         await until(lambda: is_fetched_once(run), life)
+        ways = [line["servers_by_transport"] for line in lines(run.run_dir / "metrics.jsonl")]
+        assert ways[-1].keys() <= {"collective", "shared_memory"} and "collective" in ways[-1], ways
         await check_listeners(run)
         assert not events(run, "payloads_unfetched")
         run.machines.lost = 5

@@ -157,7 +157,7 @@ async def test_a_server_that_does_not_take_a_bucket_is_named(trainer: TrainerPro
     groups = make_groups()
     await joined(trainer, groups, timeout_s=0.5)
     error = await trainer.asked("send", shapes={"large": [4000, 4000]}, value=0.0)
-    assert error is not None and "rank 0 waited" in error and "for 1 tensors to be taken, held by 1 servers" in error
+    assert error is not None and "rank 0 waited" in error and "for 1 tensors to be taken, held by 1 receivers" in error
     groups.close()
 
 
@@ -170,7 +170,7 @@ async def test_a_bucket_that_is_refused_unheard_ends_the_trainers_wait(trainer: 
     with pytest.raises(ValueError, match="no tensors are announced"):
         groups.receive(announced({}))
     error = await sending
-    assert error is not None and "held by 1 servers" in error
+    assert error is not None and "held by 1 receivers" in error
     groups.close()
 
 
@@ -193,7 +193,7 @@ async def test_a_group_that_is_left_ends_what_is_being_received(trainer: Trainer
 @pytest.mark.long
 async def test_whoever_comes_alone_gives_up(trainer: TrainerProcess) -> None:
     error = await trainer.asked("join", join_timeout_s=0.2, timeout_s=1.0, **trainer.place())
-    assert error is not None and "rank 0 waited up to 0.2 s for 1 servers to join group g" in error
+    assert error is not None and "rank 0 waited up to 0.2 s for 1 receivers to join group g" in error
     groups = make_groups(join_timeout_s=0.2)
     with pytest.raises(GroupFailed, match=r"rank 1 waited up to 0.2 s for rank 0 at 127.0.0.1:\d+ to join group g"):
         groups.join(Rendezvous(**trainer.place(master_port=trainer.port)), 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from penstock.runtime.http_server import bind, listening, url_of
 from penstock.types import WeightsHandle
 from penstock.weights import receiver as receiver_module
 from penstock.weights.publication import WeightsPublisher
-from penstock.weights.receiver import Receiver, linked
+from penstock.weights.receiver import CARRIERS, Carrier, Receiver, linked
 from penstock.weights.shared_memory import WeightsMismatch, layout
 
 HERE, THERE = "boot-1", "boot-2"
@@ -85,10 +85,16 @@ async def sender(tmp_path: Path) -> AsyncIterator[Sender]:
             yield sender
 
 
-def receiver(tmp_path: Path, *, machine: str = HERE, name: str = "0") -> Receiver:
+def receiver(
+    tmp_path: Path, *, machine: str = HERE, name: str = "0", carriers: Sequence[Carrier] = CARRIERS
+) -> Receiver:
     received = tmp_path / "received"
     return Receiver(
-        layout(policy(0)), machine=machine, directory=received / name, neighbours=lambda: received.glob("*")
+        layout(policy(0)),
+        machine=machine,
+        directory=received / name,
+        neighbours=lambda: received.glob("*"),
+        carriers=carriers,
     )
 
 
@@ -121,19 +127,18 @@ async def test_what_one_fetches_is_there_for_all_of_its_machine(
         sender.asked.clear()
 
 
-async def test_what_a_neighbour_cannot_fetch_another_does(
-    tmp_path: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, fails = receiver_module._write, iter([False, True])
+async def test_what_a_neighbour_cannot_fetch_another_does(tmp_path: Path, sender: Sender) -> None:
+    (by_http,), fails = [each for each in CARRIERS if each.transport == "file"], iter([True])
 
-    def failing(file: BinaryIO, piece: bytes) -> None:
+    def failing(handle: WeightsHandle, file: BinaryIO) -> None:
         if next(fails, False):
+            file.write(b"a part")
             raise MemoryError("its last moment")
-        write(file, piece)
+        by_http.carry(handle, file)
 
-    monkeypatch.setattr(receiver_module, "_write", failing)
     handle = sender.published(3)
-    both = [asyncio.to_thread(receiver(tmp_path, name=name), handle) for name in "ab"]
+    carriers = [by_http._replace(carry=failing)]
+    both = [asyncio.to_thread(receiver(tmp_path, name=name, carriers=carriers), handle) for name in "ab"]
     one, other = sorted(await asyncio.gather(*both, return_exceptions=True), key=lambda end: isinstance(end, dict))
     assert isinstance(one, MemoryError) and isinstance(other, dict) and len(left(tmp_path)) == 1
 

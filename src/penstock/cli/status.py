@@ -148,6 +148,7 @@ def status(run_dir: Path) -> Document:
         "processes": processes(short["status"], state, events),
         "progress": view.progress,
         "ledger": view.latest.get("ledger", {}),
+        "servers_by_transport": view.latest.get("servers_by_transport", {}),
         "groups_dropped": view.played.get("groups_dropped", view.latest.get("groups_dropped", {})),
         "refused_requests": view.played.get("refused_requests_total", 0),
         "frames_dropped": view.played.get("frames_dropped", {}),

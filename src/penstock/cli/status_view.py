@@ -104,6 +104,9 @@ def _progress(status: Document) -> list[tuple[str, str]]:
         length = found["response_tokens"]
         rows[tag] = f"reward {number(found['reward'])}, held out {number((found['held_out'] or {}).get('reward'))}"
         rows[tag] += f", {count(length)} tokens an answer" if length is not None else ""
+    ways = status["servers_by_transport"].items()
+    if ways:
+        rows["weights"] = ", ".join(f"{way.replace('_', ' ')} ({num_servers})" for way, num_servers in ways)
     dropped = sorted(status["groups_dropped"].items(), key=lambda item: -item[1])
     filtered = [("filtered", f"{num_groups} groups  {reason}") for reason, num_groups in dropped]
     checkpoint = [("checkpoint", status["checkpoint"])] if status["checkpoint"] else []

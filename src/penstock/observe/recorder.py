@@ -21,7 +21,7 @@ from penstock.observe.summary import PLAYED, deviation, mean
 from penstock.observe.trackers import Tracker
 from penstock.ports.group_records import GroupRecord
 from penstock.ports.observer import BusySpan, Observer, Scheduling
-from penstock.types import NO_VERSION, EpisodeState, EpisodeSummary, LearnerState, Summaries, Task
+from penstock.types import NO_VERSION, EpisodeState, EpisodeSummary, LearnerState, Summaries, Task, WeightsTransport
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class Recorder(Observer):
         """Number of samples that could not be trained, by reason."""
         self._dropped: Counter[str] = Counter(self._before.get("groups_dropped", {}))
         """Number of groups that a filter dropped, by filter and reason."""
+        self._updated: Mapping[WeightsTransport, int] = {}
         self.frames_dropped: Counter[str] = Counter(self._before.get("frames_dropped", {}))
         """Number of frames that the control bus dropped, by reason."""
         self._groups_failed = int(self._before.get("groups_failed", 0))
@@ -120,6 +121,9 @@ class Recorder(Observer):
             level = logging.WARNING if event in WARNINGS else logging.INFO
             logger.log(level, "%s: %s", event, pairs(details))
         self._events.write({"time": time.time(), "event": event, **details})
+
+    def updated(self, num_servers: Mapping[WeightsTransport, int]) -> None:
+        self._updated = num_servers
 
     def set_num_tasks(self, num_tasks: int) -> None:
         """Record that the run has `num_tasks` tasks; every progress line shows the number too."""
@@ -279,6 +283,7 @@ class Recorder(Observer):
             **self._evaluated,
             **self._with_earlier_lives(sums),
             "num_servers": len(servers),
+            "servers_by_transport": dict(self._updated),
             "groups_dropped": dict(self._dropped),
             "frames_dropped": dict(self.frames_dropped),
         }

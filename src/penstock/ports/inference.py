@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
-from penstock.types import WeightsHandle
+from penstock.types import WeightsHandle, WeightsTransport
 
 
 class WeightsOutOfReach(RuntimeError):
@@ -14,8 +15,9 @@ class WeightsOutOfReach(RuntimeError):
 class RolloutServers(Protocol):
     """Weights and memory of all rollout servers of a run."""
 
-    async def update_weights(self, handle: WeightsHandle) -> None:
-        """Bring every server that answers to `handle.policy_version`, in one transaction.
+    async def update_weights(self, handle: WeightsHandle) -> Mapping[WeightsTransport, int]:
+        """Bring every server that answers to `handle.policy_version`, in one transaction. Return the number of updated
+        servers by the transport of their weights.
 
         A server that keeps older weights does no harm, because each token carries the version that sampled it. Raises
         `TrainerLost` if no server can get these weights. Raises another error if a server refuses the weights, or if no

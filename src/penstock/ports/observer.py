@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.ports.group_records import GroupRecord
-from penstock.types import NO_VERSION, LearnerState, Summaries, Task
+from penstock.types import NO_VERSION, LearnerState, Summaries, Task, WeightsTransport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,9 @@ class Observer:
 
     def accumulated(self, counts: Mapping[str, float]) -> None:
         """Record the counts of one `Trainer.accumulate`."""
+
+    def updated(self, num_servers: Mapping[WeightsTransport, int]) -> None:
+        """Record how the newest weights came to the servers: the number of servers by transport."""
 
     def stepped(self, step: int, learner: LearnerState, ledger: Mapping[str, int], scheduling: Scheduling) -> None:
         """Record an optimizer step."""

@@ -37,6 +37,7 @@ from penstock.rollout.slot_engine import SlotEngine
 from penstock.rollout.update import Receive, Tensors, WeightsUpdate
 from penstock.runtime.file_service import WEIGHTS
 from penstock.runtime.http_server import bind, listening, url_of
+from penstock.runtime.interfaces import use_interface_of
 from penstock.supervisor.child import Child
 from penstock.supervisor.procfs import boot_id
 from penstock.supervisor.runtime import runtime_dirs
@@ -107,6 +108,8 @@ async def serve(child: Child, config: Config) -> None:
     torch.set_num_threads(num_threads(config, config.rollout.torch_threads, num_sharing=num_sharing))
     listener = bind(host_of(child, config), child.port, held=True)
     url = url_of(host_of(child, config), listener)
+    if child.address is not None:
+        use_interface_of(child.address)
     async with (
         serving(
             config,
@@ -206,7 +209,14 @@ async def serving(
         keys, chats = ApiKeys.of(config.rollout), OpenAI(runner, tokenizer, model_name=model_name)
         foreign = chats, *dialects(chats, model_name=model_name), sglang
         app = create_app(
-            runner, identity=identity, update=update, tokenizer=tokenizer, keys=keys, claim=claim, foreign=foreign
+            runner,
+            identity=identity,
+            update=update,
+            tokenizer=tokenizer,
+            keys=keys,
+            claim=claim,
+            transport=lambda: receiver.transport,
+            foreign=foreign,
         )
         gc.collect()
         gc.freeze()  # later collections need not scan the model's objects while answers are made

@@ -57,6 +57,7 @@ from penstock.trainer.prepare import prepare
 from penstock.trainer.warm_start import warm_start
 from penstock.types import GroupRef, LearnerState, Task, WeightsHandle
 from penstock.version_history import VersionHistory
+from penstock.weights.broadcast import Offers
 from penstock.weights.publication import KEPT_VERSIONS, Watch, await_handle, handle_in
 from penstock.weights.receiver import linked
 
@@ -120,6 +121,7 @@ class TrainerProcess(Member):
         self._unfinished: Unfinished | None = None
         self._saving: asyncio.Task[None] | None = None
         """The end of the latest checkpoint. It waits for the files that the ranks write, and then completes it."""
+        self._offers = None if child.address is None else Offers(child.address)
         self._channels = RankChannels(child.runtime_dir, rank_names(config), host=child.address)
         try:
             self._ranks = self._thread.submit(self._start_ranks).result()
@@ -128,11 +130,12 @@ class TrainerProcess(Member):
             raise
 
     def _link(self, handle: WeightsHandle) -> WeightsHandle:
-        """Add a link for other machines, if there are any. Foreign engines instead read a directory that all machines
-        share."""
+        """Add what other machines need to get the file, if there are any. Foreign engines instead read a directory that
+        all machines share."""
         if not self._child.host or self._config.rollout.engine != "penstock":
             return handle
-        return linked(handle, service=self._child.host, secret=self._child.nonce, machine=boot_id())
+        handle = linked(handle, service=self._child.host, secret=self._child.nonce, machine=boot_id())
+        return handle if self._offers is None else self._offers.add(handle)
 
     def _start_ranks(self) -> ActorCritic:
         start_s, channels = self._config.supervisor.ready_timeout_s, self._channels
@@ -368,6 +371,8 @@ class TrainerProcess(Member):
     def close(self) -> None:
         """Close the ranks and their connections. Published weights stay, because servers may not have read them yet.
         They are removed with the runtime directory."""
+        if self._offers is not None:
+            self._offers.close()
         self._thread.shutdown(wait=True)
         self._ranks.close()
         self._channels.close()

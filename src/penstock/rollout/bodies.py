@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from penstock.types import UpdateMode
+from penstock.types import UpdateMode, WeightsTransport
 
 MAX_SAMPLES = 1024
 """Maximum number of samples per request."""
@@ -252,11 +252,12 @@ class StateReply(Struct, kw_only=True):
 
 
 class WeightsReply(Struct, kw_only=True):
-    """The state that a weights transaction reached (`staged` or `committed`), and its weights."""
+    """The state that a weights transaction reached (`staged` or `committed`), its weights, and how they came."""
 
     state: str
     policy_version: int
     fingerprint: str
+    transport: WeightsTransport
 
 
 class Outcome(Struct, kw_only=True):

@@ -25,7 +25,16 @@ from penstock.rollout.session import HttpSession, RolloutError
 from penstock.routed_experts import Routing, compact, from_wire
 from penstock.runtime.http_client import short
 from penstock.samples import Segment, VersionSpan
-from penstock.types import MAX_VERSION, NO_VERSION, FinishReason, Sampling, SegmentGrant, UpdateMode, WeightsHandle
+from penstock.types import (
+    MAX_VERSION,
+    NO_VERSION,
+    FinishReason,
+    Sampling,
+    SegmentGrant,
+    UpdateMode,
+    WeightsHandle,
+    WeightsTransport,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +103,8 @@ class ServerClient(ABC):
 
     `retract` ends them with their tokens so far. The caller continues from these tokens, so the new weights compute all
     keys and values."""
+    transport: WeightsTransport = "file"
+    """How the latest weights came to the server."""
     label_path: str
     """Path of the route that reports the label of the served weights."""
     keeps_weights = False
@@ -392,6 +403,7 @@ class RolloutClient(ServerClient):
             held = f"policy_version {reply.policy_version} with fingerprint {reply.fingerprint}"
             message = f"holds {held}, not {handle.policy_version} with {handle.fingerprint}"
             raise RolloutError(self.url, message, 200)
+        self.transport = reply.transport
 
     async def abort_weights(self) -> None:
         await self._post("/weights/abort", {})

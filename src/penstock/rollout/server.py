@@ -26,7 +26,7 @@ from penstock.rollout.runner import EngineRunner
 from penstock.rollout.slot_engine import ALL_MEMORY, MemoryTag
 from penstock.rollout.text import Tokenizer
 from penstock.rollout.update import CommittedWeights, WeightsUpdate
-from penstock.types import NO_VERSION, WeightsHandle
+from penstock.types import NO_VERSION, WeightsHandle, WeightsTransport
 
 MEMORY_TIMEOUT_S = 60.0
 """Time limit for the engine to end its step and free or allocate memory."""
@@ -49,12 +49,13 @@ def create_app(
     tokenizer: Tokenizer | None = None,
     keys: ApiKeys | None = None,
     claim: Claim | None = None,
+    transport: Callable[[], WeightsTransport] = lambda: "shared_memory",
     foreign: Sequence[http.Surface] = (),
 ) -> App:
     """Return the application around a started `runner`.
 
-    `claim` is the server's current claim; without it, the server is unclaimed. `foreign` adds routes of other
-    protocols."""
+    `claim` is the server's current claim; without it, the server is unclaimed. `transport` tells how the latest
+    weights came. `foreign` adds routes of other protocols."""
     keys, claim = keys or ApiKeys(), claim or Claim()
 
     async def show_metrics(request: Request) -> Response:
@@ -66,7 +67,9 @@ def create_app(
         """Return this description."""
         return Response(schema, media_type="application/json")
 
-    own = RolloutServer(runner=runner, identity=identity, update=update, keys=keys, claim_state=claim)
+    own = RolloutServer(
+        runner=runner, identity=identity, update=update, keys=keys, claim_state=claim, transport=transport
+    )
     surfaces: list[http.Surface] = [Generation(runner, tokenizer), own, *foreign]
     routes = [
         *(route for surface in surfaces for route in surface.routes()),
@@ -88,6 +91,7 @@ class RolloutServer:
     update: WeightsUpdate
     keys: ApiKeys
     claim_state: Claim
+    transport: Callable[[], WeightsTransport]
 
     def routes(self) -> list[http.Route]:
         weights = partial(http.Route, methods=["POST"], reply=bodies.WeightsReply)
@@ -150,14 +154,14 @@ class RolloutServer:
             handle = await http.read_body(request, WeightsHandle)
         except msgspec.DecodeError as error:
             raise http.Refused(400, f"{http.HANDLE_FORMAT} ({error})") from None
-        return _answer_weights("staged", await self.update.begin(handle))
+        return _answer_weights("staged", await self.update.begin(handle), self.transport())
 
     async def commit_weights(self, request: Request) -> Response:
         """Serve the staged weights. With `drain`, the wait for running samples ends if the client disconnects."""
         body = await http.read_body(request, bodies.CommitBody)
         update = self.update.commit(body.policy_version, mode=body.mode, fingerprint=body.fingerprint)
         served = await (http.unless_disconnected(request.receive, update) if body.mode == "drain" else update)
-        return _answer_weights("committed", served)
+        return _answer_weights("committed", served, self.transport())
 
     async def forget_weights(self, request: Request) -> Response:
         """Reset the server for a run that takes it over, from any state that an earlier run left. Version numbers start
@@ -188,7 +192,7 @@ class RolloutServer:
         return http.answer(bodies.StateReply(state=state))
 
 
-def _answer_weights(state: str, weights: CommittedWeights | WeightsHandle) -> Response:
-    return http.answer(
-        bodies.WeightsReply(state=state, policy_version=weights.policy_version, fingerprint=weights.fingerprint)
-    )
+def _answer_weights(state: str, weights: CommittedWeights | WeightsHandle, transport: WeightsTransport) -> Response:
+    version, fingerprint = weights.policy_version, weights.fingerprint
+    reply = bodies.WeightsReply(state=state, policy_version=version, fingerprint=fingerprint, transport=transport)
+    return http.answer(reply)

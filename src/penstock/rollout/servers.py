@@ -20,8 +20,8 @@ servers get its requests. After that, the idle server gets one request at a time
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +35,15 @@ from penstock.rollout.sglang_client import SGLangClient
 from penstock.rollout.vllm_client import VllmClient
 from penstock.routed_experts import Routing
 from penstock.samples import Segment
-from penstock.types import NO_VERSION, EpisodeId, Sampling, SegmentGrant, UpdateMode, WeightsHandle
+from penstock.types import (
+    NO_VERSION,
+    EpisodeId,
+    Sampling,
+    SegmentGrant,
+    UpdateMode,
+    WeightsHandle,
+    WeightsTransport,
+)
 
 T = TypeVar("T")
 Engine = Literal["penstock", "sglang", "vllm"]
@@ -401,8 +409,8 @@ class Servers:
         Raises RolloutError or Stalled if all fail."""
         await self._call_all(self._servers, lambda client: client.forget_weights())
 
-    async def update_weights(self, handle: WeightsHandle) -> None:
-        """Stage weights on all servers, then commit on all servers.
+    async def update_weights(self, handle: WeightsHandle) -> Mapping[WeightsTransport, int]:
+        """Stage weights on all servers, then commit on all servers. Return the number of servers by transport.
 
         If all servers refuse staging, no server changes. A server that refuses while another one accepts, or that does
         not answer, is skipped. It gets the next weights if it is back by then. If no server answers, the first server
@@ -412,7 +420,7 @@ class Servers:
             limit = asyncio.get_running_loop().time() + RECOVERY_S
             while True:
                 try:
-                    await self._update_weights(handle)
+                    updated = await self._update_weights(handle)
                     break
                 except (RolloutError, Stalled) as error:
                     is_unreachable = isinstance(error, RolloutError) and error.status == UNREACHABLE_WEIGHTS
@@ -423,8 +431,10 @@ class Servers:
                         raise
                 await asyncio.sleep(POLL_S)
             self._latest = handle
+            return Counter(server.client.transport for server in updated)
 
-    async def _update_weights(self, handle: WeightsHandle) -> None:
+    async def _update_weights(self, handle: WeightsHandle) -> Sequence[ServerState]:
+        """Return the updated servers."""
         self._num_updates += 1
         asked = await self._to_update()
         try:
@@ -439,6 +449,7 @@ class Servers:
                 self._mark_usable(server)
             else:
                 server.updates.fail(self._num_updates)
+        return updated
 
     async def _to_update(self) -> Sequence[ServerState]:
         """Return the servers to update: the usable ones, and lost ones that answer and are due; all if there are

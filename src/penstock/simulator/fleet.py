@@ -4,12 +4,12 @@ servers; it is set for the next moment at which a request is complete."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
 
 from penstock.config import EngineModelConfig
 from penstock.simulator.server_model import Request, ServerModel, Totals
-from penstock.types import WeightsHandle
+from penstock.types import WeightsHandle, WeightsTransport
 
 
 class Fleet:
@@ -57,12 +57,13 @@ class Fleet:
             self._touch(number)
         return generated
 
-    async def update_weights(self, handle: WeightsHandle) -> None:
+    async def update_weights(self, handle: WeightsHandle) -> Mapping[WeightsTransport, int]:
         """Update all servers; each pauses at its own next step boundary."""
         now = self._loop.time()
         ends = [server.update(handle.policy_version, now, self._model.update_s) for server in self._servers]
         await self._until(max(ends))
         self.served_at.append(self._loop.time())
+        return {"shared_memory": len(self._servers)}
 
     async def release(self) -> None:
         """End all running requests early, and return once every server has stopped."""

@@ -20,7 +20,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
-import psutil
 import torch
 import torch.distributed as distributed
 from torch import Tensor
@@ -28,6 +27,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from penstock.config import ConfigError
 from penstock.groups.role import Rank
+from penstock.runtime.interfaces import use_interface_of
 
 TIMEOUT_S = 300.0
 """Time limit of the rendezvous and of each collective call: the largest allowed delay between ranks."""
@@ -136,7 +136,7 @@ class Ranks:
         """
         self.device, name = device, _backend(device, backend)
         if address is not None:
-            _use_interface_of(address)
+            use_interface_of(address)
         try:
             store = self._enter(rendezvous)
             distributed.init_process_group(
@@ -271,18 +271,6 @@ def _backend(device: torch.device, backend: str | None) -> str:
     if not distributed.is_backend_available(name):
         raise ConfigError(f"trainer.distributed.backend {name} is not in this build of torch: choose another")
     return name
-
-
-def _use_interface_of(address: str) -> None:
-    """Make gloo and NCCL use the network interface that has `address`.
-
-    By default they resolve the machine's host name, which other machines may be unable to reach. Interfaces that the
-    user has set in the environment are kept.
-    """
-    named = psutil.net_if_addrs().items()
-    for interface in [name for name, held in named if address in {each.address for each in held}][:1]:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -1,6 +1,6 @@
-"""Weight transfer by broadcast: the trainer is rank 0 of a process group, and every server is another rank.
+"""Weight transfer by broadcast: the sender is rank 0 of a process group, and every receiver is another rank.
 
-This module is the servers' side. A group has a name, all of its ranks join at the same time, and it is separate from
+A group has a name, all of its ranks join at the same time, and it is separate from
 the process's default group. The rendezvous and its keys follow SGLang's protocol, so either side may be another
 framework. Every wait has a time limit. A failed broadcast leaves the ranks out of step. The failed side closes its
 group, which ends the other side's wait; both sides must then create the group again.
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as distributed
 from msgspec import Meta, Struct
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from penstock.weights.shared_memory import Layout
@@ -116,8 +116,17 @@ def unflatten(flat: Tensor, wanted: Sequence[Spec]) -> dict[str, Tensor]:
 class Group:
     """One rank's membership of a process group."""
 
-    def __init__(self, place: Rendezvous, rank: int, *, join_timeout_s: float, transfer_timeout_s: float) -> None:
-        """Wait until all ranks have joined. Raises `GroupFailed` if they do not join in time."""
+    def __init__(
+        self,
+        place: Rendezvous,
+        rank: int,
+        *,
+        join_timeout_s: float,
+        transfer_timeout_s: float,
+        store: Store | None = None,
+    ) -> None:
+        """Wait until all ranks have joined. Raises `GroupFailed` if they do not join in time. `store`: an open
+        connection to the store at the master's address; None to connect, or for rank 0 to listen there."""
         self.place, self.rank = place, rank
         self._transfer_timeout_s = transfer_timeout_s
         self._lock = threading.Lock()
@@ -125,9 +134,11 @@ class Group:
         self._failure: str | None = None
         self._works: list[distributed.Work] = []
         try:
-            self._group: distributed.ProcessGroup | None = _join(place, rank, timedelta(seconds=join_timeout_s))
+            timeout = timedelta(seconds=join_timeout_s)
+            store = store or _connect(place, rank, timeout)
+            self._group: distributed.ProcessGroup | None = _join(place, rank, store, timeout)
         except Exception as error:  # backends are plugins, and a missing backend can raise any error
-            who = f"rank 0 at {place.master_address}:{place.master_port}" if rank else f"{place.world_size - 1} servers"
+            who = f"rank 0 at {place.master_address}:{place.master_port}" if rank else _receivers(place)
             raise GroupFailed(
                 f"rank {rank} waited up to {join_timeout_s:g} s for {who} to join group {place.group_name}: "
                 f"{_first_line(error)}"
@@ -152,7 +163,7 @@ class Group:
             except Exception as error:  # after any error of a backend the ranks are out of step
                 why = _first_line(error)
             # Do not chain the original error: its traceback would keep the process group alive.
-            holder = f"{self.place.world_size - 1} servers" if self.rank == 0 else "rank 0"
+            holder = _receivers(self.place) if self.rank == 0 else "rank 0"
             failure = f"rank {self.rank} waited {time.monotonic() - start:.3g} s for {resource}, held by {holder}"
             self._leave(failure)
             raise GroupFailed(f"{failure}: {why}")
@@ -277,8 +288,12 @@ class Groups:
             raise GroupFailed(f"master_port {place.master_port} is not a port")
 
 
-def _join(place: Rendezvous, rank: int, timeout: timedelta) -> distributed.ProcessGroup:
-    store = TCPStore(
+def _receivers(place: Rendezvous) -> str:
+    return f"{place.world_size - 1} receivers"
+
+
+def _connect(place: Rendezvous, rank: int, timeout: timedelta) -> Store:
+    return TCPStore(
         place.master_address,
         place.master_port,
         place.world_size,
@@ -286,6 +301,9 @@ def _join(place: Rendezvous, rank: int, timeout: timedelta) -> distributed.Proce
         timeout=timeout,
         wait_for_workers=False,
     )
+
+
+def _join(place: Rendezvous, rank: int, store: Store, timeout: timedelta) -> distributed.ProcessGroup:
     # An empty list of ranks makes torch build the group like a default group, but does not install it as the default.
     group: distributed.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(

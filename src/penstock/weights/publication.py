@@ -157,14 +157,14 @@ class WeightsPublisher:
     """A publisher of successive versions. It keeps the newest three versions."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         left = (path for path in directory.glob("*/") if path.name.isdecimal())
         self._folders = sorted(left, key=lambda path: int(path.name))
         """Published folders, oldest first, including the folders of an earlier publisher that died."""
 
     def open(self, form: Layout, policy_version: int) -> Publication:
         """Make the file of one version, and remove the oldest ones."""
-        opened = Publication(self._directory / str(policy_version), form)
+        opened = Publication(self.directory / str(policy_version), form)
         opened.create()
         self._folders = [folder for folder in self._folders if folder != opened.folder] + [opened.folder]
         while len(self._folders) > KEPT_VERSIONS:

@@ -1,7 +1,9 @@
-"""Receive weights that another machine published: read the file over HTTP, verify it, and map it.
+"""Receive published weights: get the file to this machine, verify it, and map it.
 
-Sender and receiver compare boot ids to detect different machines. Among receivers on one machine, one reads the file
-and the other receivers create hard links to it. Calls block, so a receiver makes them from its own threads.
+Sender and receiver compare boot ids to detect different machines. On the sender's machine the file is mapped where it
+lies. On other machines one receiver gets the file, and the other receivers create hard links to it. The file comes by
+the first transport that works: a broadcast to all machines that ask for it, or else HTTP. Calls block, so a receiver
+makes them from its own threads.
 """
 
 from __future__ import annotations
@@ -9,26 +11,28 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import logging
 import math
-import os
 import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 from urllib.parse import urlsplit
 
 from torch import Tensor
 
 from penstock.ports.inference import WeightsOutOfReach
 from penstock.runtime.file_service import WEIGHTS, FileUnavailable, link, read_range, without_token
-from penstock.types import WeightsHandle
+from penstock.types import WeightsHandle, WeightsTransport
+from penstock.weights import broadcast
 from penstock.weights.shared_memory import Layout, WeightsMismatch, file_in, receive
+
+logger = logging.getLogger(__name__)
 
 MAX_SILENCE_S = 15.0
 """Time limit since the last received piece, for a silent sender and for a neighbour that reads the file."""
@@ -37,6 +41,7 @@ LOOK_S = 0.05
 UNFINISHED = ".unfinished"
 FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 MACHINE = re.compile(r"[0-9A-Za-z-]{0,64}")
+MEETING = re.compile(r"(?:[0-9A-Za-z.:-]{1,253}:[0-9]{1,5})?")
 MAX_HEADER_BYTES = 2**16
 """Largest header of a weights file, besides `HEADER_BYTES` for each tensor."""
 HEADER_BYTES = 1024
@@ -53,6 +58,20 @@ def linked(handle: WeightsHandle, *, service: str, secret: str, machine: str) ->
     return replace(handle, machine=machine, url=link(service, str(path), secret))
 
 
+class NotCarried(RuntimeError):
+    """A transport could not carry the weights. Another one may."""
+
+
+class Carrier(NamedTuple):
+    """A transport between machines."""
+
+    transport: WeightsTransport
+    is_offered: Callable[[WeightsHandle], bool]
+    """Whether the sender offers these weights by it."""
+    carry: Callable[[WeightsHandle, BinaryIO], None]
+    """Writes the file's bytes. Raises `NotCarried`, or OSError from the file."""
+
+
 class Receiver:
     """A callable that maps the weights of a handle, from this machine or another one."""
 
@@ -64,12 +83,17 @@ class Receiver:
         directory: Path,
         neighbours: Callable[[], Iterable[Path]] = tuple,
         published: Callable[[], Iterable[Path]] | None = None,
+        carriers: Sequence[Carrier] = (),
     ) -> None:
         """`expected`: the model's layout. `machine`: this machine's boot id. `directory`: for received files; a file
         stays until the next version arrives. `neighbours`: returns the directories of all receivers of this machine.
-        `published`: returns the directories in which a handle's path may lie; None for any path."""
+        `published`: returns the directories in which a handle's path may lie; None for any path. `carriers`: the
+        transports from other machines, the preferred ones first; none for all of them."""
         self._expected, self._machine, self._directory = expected, machine, directory
         self._neighbours, self._published = neighbours, published
+        self._carriers = carriers or CARRIERS
+        self.transport: WeightsTransport = "shared_memory"
+        """How the latest weights came to this machine, if this receiver got them; else it mapped a file here."""
         header = MAX_HEADER_BYTES + HEADER_BYTES * len(expected)
         self._max_bytes = header + sum(math.prod(shape) * dtype.itemsize for shape, dtype in expected.values())
 
@@ -82,6 +106,7 @@ class Receiver:
         self._check(handle)
         if not handle.url or (handle.machine == self._machine and Path(handle.path).exists()):
             self.check_place(Path(handle.path))
+            self.transport = "shared_memory"
             return receive(handle, self._expected)
         if not 0 < handle.num_bytes <= self._max_bytes:
             raise WeightsMismatch(f"weights of this model have at most {self._max_bytes} bytes, not {handle.num_bytes}")
@@ -107,7 +132,7 @@ class Receiver:
 
     def _check(self, handle: WeightsHandle) -> None:
         """Check the words of a handle, of which file names and requests are made. Raises `WeightsMismatch`."""
-        for name, form in (("fingerprint", FINGERPRINT), ("machine", MACHINE)):
+        for name, form in (("fingerprint", FINGERPRINT), ("machine", MACHINE), ("meeting", MEETING)):
             if not form.fullmatch(getattr(handle, name)):
                 raise WeightsMismatch(f"`{name}` of a weights handle does not have the form {form.pattern}")
         parts = urlsplit(handle.url)
@@ -115,45 +140,73 @@ class Receiver:
             raise WeightsMismatch("`url` of a weights handle must be http(s)://HOST/..., without a user name")
 
     def _obtain(self, handle: WeightsHandle, path: Path) -> None:
-        """Link the file from a neighbour, or fetch it from the sender.
+        """Link the file from a neighbour, or get it from the sender.
 
-        The receiver fetches if it holds the lock, or if the neighbour that holds the lock makes no progress for
+        The receiver gets it if it holds the lock, or if the neighbour that holds the lock makes no progress for
         `MAX_SILENCE_S` seconds.
         """
         arrived, limit = -1, time.monotonic() + MAX_SILENCE_S
         while True:
             folders = list(self._neighbours())
             if _link(path, folders):
+                self.transport = "shared_memory"
                 return
             with _turn(handle) as is_mine:
                 if (is_mine and not _link(path, folders)) or time.monotonic() > limit:
-                    _fetch(handle, path)
+                    self.transport = self._fetch(handle, path)
                     return
             if (size := _arriving(path.name, folders)) != arrived:
                 arrived, limit = size, time.monotonic() + MAX_SILENCE_S
             time.sleep(LOOK_S)
 
+    def _fetch(self, handle: WeightsHandle, path: Path) -> WeightsTransport:
+        """Get the file from its sender by the first transport that works, and return which one it was. The file gets
+        its final name when it is complete. Raises `WeightsOutOfReach`."""
+        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
+        failures = list[str]()
+        try:
+            for carrier in self._carriers:
+                if not carrier.is_offered(handle):
+                    continue
+                try:
+                    unfinished.touch(mode=0o600, exist_ok=False)
+                    with unfinished.open("wb") as file:
+                        carrier.carry(handle, file)
+                    unfinished.rename(path)
+                    return carrier.transport
+                except NotCarried as error:
+                    logger.info("policy_version %d did not come %s", handle.policy_version, error)
+                    failures.append(str(error))
+                    unfinished.unlink()
+        except OSError as error:
+            raise WeightsOutOfReach(f"{unfinished} cannot be written: {error.strerror}") from error
+        finally:
+            unfinished.unlink(missing_ok=True)
+        raise WeightsOutOfReach(f"policy_version {handle.policy_version} cannot be read {', nor '.join(failures)}")
 
-def _fetch(handle: WeightsHandle, path: Path) -> None:
-    """Read the file from its sender. It gets its final name when it is complete."""
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
+
+def _by_broadcast(handle: WeightsHandle, file: BinaryIO) -> None:
     try:
-        with os.fdopen(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            asyncio.run(read_range(handle.url, 0, handle.num_bytes, partial(_write, file), max_silence_s=MAX_SILENCE_S))
-        unfinished.rename(path)
-    except FileUnavailable as error:
-        url = without_token(handle.url)
-        raise WeightsOutOfReach(f"policy_version {handle.policy_version} cannot be read from {url}: {error}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+        broadcast.collect(handle, file)
+    except broadcast.NoBroadcast as error:
+        raise NotCarried(f"by broadcast: {error}") from error
 
 
-def _write(file: BinaryIO, piece: bytes) -> None:
-    try:
+def _by_http(handle: WeightsHandle, file: BinaryIO) -> None:
+    def write(piece: bytes) -> None:
         file.write(piece)
         file.flush()
-    except OSError as error:
-        raise WeightsOutOfReach(f"{file.name} cannot be written: {error.strerror}") from error
+
+    try:
+        asyncio.run(read_range(handle.url, 0, handle.num_bytes, write, max_silence_s=MAX_SILENCE_S))
+    except FileUnavailable as error:
+        raise NotCarried(f"from {without_token(handle.url)}: {error}") from error
+
+
+CARRIERS = (
+    Carrier("collective", lambda handle: bool(handle.meeting), _by_broadcast),
+    Carrier("file", lambda handle: bool(handle.url), _by_http),
+)
 
 
 def _link(path: Path, folders: Iterable[Path]) -> bool:

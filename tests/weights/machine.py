@@ -1,0 +1,73 @@
+"""A machine that receives weights: a process that reads handles from its input, and answers how each one came."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import torch
+
+from penstock.types import WeightsHandle
+from penstock.weights import broadcast
+from penstock.weights.receiver import Receiver
+
+BUCKET_BYTES = 50_000
+"""So that even little comes in several buckets."""
+
+
+class Received(msgspec.Struct, kw_only=True):
+    transport: str
+    digest: str = ""
+    """Of all values, in the order of their names."""
+
+
+def digest(named: dict[str, torch.Tensor]) -> str:
+    return sha256(b"".join(named[name].contiguous().numpy().tobytes() for name in sorted(named))).hexdigest()
+
+
+class Machine:
+    """The process, as a test sees it."""
+
+    def __init__(self, name: str, directory: Path, shapes: dict[str, list[int]], *, join_s: float = 20.0) -> None:
+        words = [sys.executable, __file__, name, str(directory / name), msgspec.json.encode(shapes).decode()]
+        self._process = subprocess.Popen([*words, str(join_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def __enter__(self) -> Machine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def tell(self, handle: WeightsHandle) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(handle) + b"\n")
+        self._process.stdin.flush()
+
+    def received(self) -> Received:
+        assert self._process.stdout is not None
+        return msgspec.json.decode(self._process.stdout.readline(), type=Received)
+
+
+def main() -> None:
+    name, directory, shapes, join_s = sys.argv[1:]
+    broadcast.JOIN_S, broadcast.BUCKET_BYTES = float(join_s), BUCKET_BYTES
+    named = msgspec.json.decode(shapes, type=dict[str, list[int]])
+    expected = {each: (tuple(shape), torch.float32) for each, shape in named.items()}
+    receiver = Receiver(expected, machine=name, directory=Path(directory))
+    for line in sys.stdin.buffer:
+        try:
+            received = receiver(msgspec.json.decode(line, type=WeightsHandle))
+            answer = Received(transport=receiver.transport, digest=digest(received))
+        except Exception as error:
+            answer = Received(transport=f"{type(error).__name__}: {error}")
+        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
