@@ -5,57 +5,66 @@ one torch thread, same policy, prompts, lengths, sampling. They take turns, a ro
 over the rounds, each against the engine alone right before and right after it, since other load on the machine comes
 and goes; time is wall time, since two processes are compared with one. vLLM (`--vllm PYTHON`, the interpreter of an
 environment that has it) serves the same model with one thread, compiled as it is by default, over its token-in,
-token-out path. Thinking environments ask for one answer after another, with exponential pauses in between; the share of
-busy slots is read from the server itself.
+token-out path: one answer for each of many prompts (`vs_vllm_cpu`), and episodes of eight turns whose prompts grow
+(`turns_vs_vllm_cpu`), where both reuse what they computed.
+
+Thinking environments play episodes one after another: a prompt is the one before, its answer and an observation, until
+the context is full; before each turn comes a pause of exponential length. The share of busy slots is read from the
+server itself, and `think_time_reused_share` is the share of prompt tokens that it did not compute again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from math import nan
+from math import log, nan
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory, TemporaryFile
 from urllib.request import urlopen
 
 import aiohttp
-import numpy as np
 import torch
-from engine import make_prompts, run_slots
+from engine import ANSWER_TOKENS, EPISODES, OBSERVATION_TOKENS, TURNS, make_prompts, run_slots
+from prometheus_client.parser import text_string_to_metric_families as metrics_in
 from report import Benchmark, arguments, publish
 
 from penstock.config import TinyModelConfig
 from penstock.model.load_policy import load_policy
 from penstock.model.tiny import write_tiny_model
-from penstock.rollout.bodies import GenerateBody, SamplingBody, encode
+from penstock.rollout.bodies import GenerateBody, GenerateReply, SamplingBody, decode, encode
 from penstock.rollout.slot_engine import SlotEngine
 
-VLLM = ("vs_vllm_cpu", "vllm_tokens_per_s")
+VLLM = ("vs_vllm_cpu", "vllm_tokens_per_s", "turns_vs_vllm_cpu", "turns_vllm_tokens_per_s")
 BENCHMARK = Benchmark(
     name="rollout_http",
     measures=["rollout", "model"],
-    figures=["http_vs_inprocess", "http_tokens_per_s", *VLLM, "fill_with_think_time"],
+    figures=["http_vs_inprocess", "http_tokens_per_s", *VLLM, "fill_with_think_time", "think_time_reused_share"],
 )
-MAX_CONTEXT = 512
+MAX_CONTEXT, LONG_CONTEXT = 512, 1024
 VLLM_READY_S = 400.0
 """It compiles."""
 CLIENTS, TOKENS = 256, 64
 SLOTS, ENVIRONMENTS, THINK_S, THINK_TOKENS = 64, 256, 0.2, 64
+OBSERVED = (10, 100)
+"""Fewest and most tokens of an observation."""
 WATCH_S, SETTLE_S, POLL_S = 20.0, 3.0, 0.05
+VOCABULARY = 100
+"""Prompts are of the first tokens."""
 
 
 @contextmanager
-def server(model: Path, slots: int) -> Iterator[str]:
+def server(model: Path, slots: int, context: int = MAX_CONTEXT) -> Iterator[str]:
     """The URL of a server of its own."""
-    words = ["--port", "0", f"rollout.slots={slots}", f"model.max_context={MAX_CONTEXT}", "rollout.torch_threads=1"]
+    words = ["--port", "0", f"rollout.slots={slots}", f"model.max_context={context}", "rollout.torch_threads=1"]
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--model", str(model), *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -66,12 +75,12 @@ def server(model: Path, slots: int) -> Iterator[str]:
 
 
 @contextmanager
-def vllm_server(python: str, model: Path) -> Iterator[str]:
+def vllm_server(python: str, model: Path, context: int) -> Iterator[str]:
     """The URL of vLLM's own server, once it answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     words = ["--model", str(model), "--served-model-name", "m", "--port", str(port), "--dtype", "float32"]
-    words += ["--max-model-len", str(MAX_CONTEXT), "--max-num-seqs", str(CLIENTS), "--enable-scale-out"]
+    words += ["--max-model-len", str(context), "--max-num-seqs", str(CLIENTS), "--enable-scale-out"]
     command = [python, "-m", "vllm.entrypoints.openai.api_server", *words, "--uvicorn-log-level", "warning"]
     wanted = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | wanted) as process:
@@ -109,12 +118,41 @@ def vllm_body(prompt: Sequence[int], tokens: int) -> bytes:
 
 
 JSON = {"Content-Type": "application/json"}
+VLLM_PATH = "/inference/v1/generate"
 
 
-async def ask(session: aiohttp.ClientSession, given: bytes, path: str = "/generate") -> None:
+async def ask(session: aiohttp.ClientSession, given: bytes, path: str = "/generate") -> bytes:
     async with session.post(path, data=given, headers=JSON) as response:
         assert response.status == 200, await response.text()
-        await response.read()
+        return await response.read()
+
+
+async def our_answer(session: aiohttp.ClientSession, prompt: Sequence[int], tokens: int, seed: int) -> list[int]:
+    return decode(await ask(session, body(prompt, tokens, seed)), GenerateReply).output_ids
+
+
+async def vllm_answer(session: aiohttp.ClientSession, prompt: Sequence[int], tokens: int, seed: int) -> list[int]:
+    given = await ask(session, vllm_body(prompt, tokens), VLLM_PATH)
+    return [*json.loads(given)["choices"][0]["token_ids"]]
+
+
+Answer = Callable[[aiohttp.ClientSession, Sequence[int], int, int], Coroutine[None, None, list[int]]]
+"""Asks for so many tokens after a prompt, with a seed."""
+
+
+async def play_turns(url: str, answer: Answer, seed: int) -> float:
+    """Seconds for many episodes at once. The observations of a seed are the same for everybody."""
+
+    async def episode(number: int) -> None:
+        draw, history = random.Random(f"{seed} {number}"), list[int]()
+        for turn in range(TURNS):
+            history += draw.choices(range(VOCABULARY), k=OBSERVATION_TOKENS)
+            history += await answer(session, history, ANSWER_TOKENS, turn)
+
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
+        start = time.perf_counter()
+        await asyncio.gather(*map(episode, range(EPISODES)))
+        return time.perf_counter() - start
 
 
 async def all_at_once(url: str, bodies: Sequence[bytes], path: str = "/generate") -> float:
@@ -126,14 +164,19 @@ async def all_at_once(url: str, bodies: Sequence[bytes], path: str = "/generate"
         return time.perf_counter() - start
 
 
-async def fill_with_think_time(url: str, bodies: Sequence[bytes], watch_s: float) -> float:
+async def fill_with_think_time(url: str, watch_s: float) -> dict[str, float]:
     """Mean share of slots busy, once things have settled."""
 
     async def environment(number: int) -> None:
-        draw = random.Random(number)
+        draw, history = random.Random(number), list[int]()
         while True:
+            observation = draw.choices(range(VOCABULARY), k=draw.randint(*OBSERVED))
+            length = min(max(int(draw.lognormvariate(log(THINK_TOKENS), 0.5)), 8), 256)
+            if len(history) + len(observation) + length > LONG_CONTEXT:
+                history = []
+            history += observation
             await asyncio.sleep(draw.expovariate(1 / THINK_S))
-            await ask(session, bodies[number])
+            history += await our_answer(session, history, length, draw.getrandbits(31))
 
     shares = []
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -148,7 +191,10 @@ async def fill_with_think_time(url: str, bodies: Sequence[bytes], watch_s: float
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return fmean(shares)
+        async with session.get("/metrics") as response:
+            counted = {each.name: each.value for family in metrics_in(await response.text()) for each in family.samples}
+    computed, reused = (counted[f"penstock_prompt_tokens{name}_total"] for name in ("", "_reused"))
+    return {"fill_with_think_time": fmean(shares), "think_time_reused_share": reused / (computed + reused)}
 
 
 def compare(model: Path, rounds: int) -> dict[str, float]:
@@ -180,17 +226,21 @@ def compare(model: Path, rounds: int) -> dict[str, float]:
 
 def compare_vllm(model: Path, python: str, rounds: int) -> dict[str, float]:
     """Our server against vLLM's, a round each in turn."""
-    prompts = make_prompts(CLIENTS, 100)
+    prompts = make_prompts(CLIENTS, VOCABULARY)
     ours = [body(prompt, TOKENS, seed) for seed, prompt in enumerate(prompts)]
     theirs = [vllm_body(prompt, TOKENS) for prompt in prompts]
-    found: list[tuple[float, float]] = []
-    with server(model, CLIENTS) as our_url, vllm_server(python, model) as their_url:
-        for _ in range(rounds + 1):  # the first round warms up
+    found, turns = list[tuple[float, float]](), list[tuple[float, float]]()
+    with server(model, CLIENTS, LONG_CONTEXT) as our_url, vllm_server(python, model, LONG_CONTEXT) as their_url:
+        for number in range(rounds + 1):  # the first round warms up
             mine = asyncio.run(all_at_once(our_url, ours))
-            found.append((mine, asyncio.run(all_at_once(their_url, theirs, "/inference/v1/generate"))))
+            found.append((mine, asyncio.run(all_at_once(their_url, theirs, VLLM_PATH))))
+            mine = asyncio.run(play_turns(our_url, our_answer, number))
+            turns.append((mine, asyncio.run(play_turns(their_url, vllm_answer, number))))
     return {
         "vs_vllm_cpu": median(other / mine for mine, other in found[1:]),
         "vllm_tokens_per_s": CLIENTS * TOKENS / median(other for _, other in found[1:]),
+        "turns_vs_vllm_cpu": median(other / mine for mine, other in turns[1:]),
+        "turns_vllm_tokens_per_s": EPISODES * TURNS * ANSWER_TOKENS / median(other for _, other in turns[1:]),
     }
 
 
@@ -199,17 +249,14 @@ def main() -> None:
     torch.set_num_threads(1)
     with TemporaryDirectory() as directory:
         model = Path(directory)
-        write_tiny_model(model, TinyModelConfig(), MAX_CONTEXT)
+        write_tiny_model(model, TinyModelConfig(), LONG_CONTEXT)
         load_policy(model, weights=False, seed=0).save_pretrained(model)
         figures = compare(model, 5 if options.quick else 15)
         rounds = 3 if options.quick else 7
         figures |= compare_vllm(model, options.vllm, rounds) if options.vllm else dict.fromkeys(VLLM, nan)
-        prompts = make_prompts(ENVIRONMENTS, 100)
-        lengths = np.clip(np.random.default_rng(0).lognormal(np.log(THINK_TOKENS), 0.5, ENVIRONMENTS), 8, 256)
-        bodies = [body(prompt, int(length), n) for n, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))]
-        with server(model, SLOTS) as url:
+        with server(model, SLOTS, LONG_CONTEXT) as url:
             watch_s = WATCH_S / 4 if options.quick else WATCH_S
-            figures["fill_with_think_time"] = asyncio.run(fill_with_think_time(url, bodies, watch_s))
+            figures |= asyncio.run(fill_with_think_time(url, watch_s))
     publish(BENCHMARK, figures, options.json)
 
 
