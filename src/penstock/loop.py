@@ -156,7 +156,7 @@ async def train(system: System, swaps: Swaps) -> None:
         if batch.early_stop:
             end_early(system, batch.early_stop)
             break
-        await free_device(system, batch)
+        await free_devices(system, batch)
         if batch.groups:
             system.recorder.accumulated(await system.trainer.accumulate(batch.groups))
         if not batch.step:
@@ -185,12 +185,11 @@ def end_early(system: System, reason: str) -> None:
     system.recorder.event("early_stop", step=system.num_steps, reason=reason)
 
 
-async def free_device(system: System, batch: TrainBatch) -> None:
-    """In mode colocated, free the device of the servers. Their requests continue or restart after the swap."""
-    if system.config.scheduler.mode == "colocated":
-        if batch.restarted:
-            system.workers.cancel(batch.restarted)
-        await system.servers.release()
+async def free_devices(system: System, batch: TrainBatch) -> None:
+    """In mode colocated, free the devices of the servers. Their requests continue or restart after the swap."""
+    if batch.restarted:
+        system.workers.cancel(batch.restarted)
+    await system.free_devices()
 
 
 async def step(system: System) -> LearnerState:

@@ -71,6 +71,7 @@ def _ends_early(system: System, step: int) -> bool:
 
 async def begin(system: System) -> None:
     """Start or continue a run: restore trainer and scheduler, and bring the weights to the servers."""
+    await system.free_devices()
     while True:
         try:
             held = await system.trainer.state()
@@ -116,6 +117,7 @@ async def rewind(system: System) -> None:
     Groups of the dead trainer keep their states until the servers have weights again. So alternating modes start no
     group with the weights of the dead trainer.
     """
+    await system.free_devices()
     lost: list[GroupRecord] = []
     while True:
         try:

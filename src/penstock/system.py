@@ -81,8 +81,13 @@ class System:
         Raises `TrainerLost` if no server can get these weights.
         """
         self.recorder.updated(await self.servers.update_weights(handle))
-        if self.config.scheduler.mode == "colocated":
+        if self.config.gives_devices:
             await self.servers.resume()
+
+    async def free_devices(self) -> None:
+        """In mode colocated, free the devices of the servers for the trainer, until `update_servers`."""
+        if self.config.gives_devices:
+            await self.servers.release()
 
     def complete_step(self, learner: LearnerState) -> None:
         """Record an optimizer step."""

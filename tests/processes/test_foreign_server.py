@@ -13,15 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sleeping_engines import ENGINES, SleepingVllm
 from tiny_policy import serve
 
 from penstock.config import Config, default_config
 from penstock.processes import foreign_server
-from penstock.processes.foreign_server import ServerClaim, await_server
+from penstock.processes.foreign_server import EngineMetrics, ServerClaim, await_server
 from penstock.rollout.app import ApiKeys
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.servers import connect
+from penstock.rollout.servers import Engine, connect
 from penstock.rollout.session import HttpSession, RolloutError
+
+TURNS = ["scheduler.mode=colocated", "scheduler.max_staleness=0"]
+RELEASING = ("--enable-sleep-mode", "--enable-memory-saver")
 
 
 @pytest.fixture
@@ -132,3 +136,54 @@ def test_an_engine_loads_weights_that_no_trainer_sends(tmp_path: Path, pipeline:
     words = foreign_server.command(child, config, tmp_path / "socket", None)
     assert words[words.index("--model") + 1] == str(tmp_path)
     assert ("dummy" in words) is ("--hf-overrides" in words) is is_dummy
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "expected"),
+    [("vllm", "cuda", "--enable-sleep-mode"), ("vllm", "cpu", None), ("sglang", "cuda", "--enable-memory-saver")],
+)
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_an_engine_that_takes_turns_can_give_its_memory(
+    tmp_path: Path, engine: str, device: str, expected: str | None, in_turns: bool
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    words = [f"rollout.engine={engine}", f"model={{path: {tmp_path}, device: {device}}}", "rollout.args=[--own, '1']"]
+    config = default_config([*words, *(TURNS if in_turns else [])])
+    child: Any = SimpleNamespace(run_dir=tmp_path, runtime_dir=tmp_path, name="rollout-0")
+    given = foreign_server.command(child, config, tmp_path / "socket", None)
+    assert [word for word in given if word in RELEASING] == ([expected] if in_turns and expected else [])
+    assert given[-2:] == ["--own", "1"], "what the user says comes last and wins"
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_a_server_that_cannot_give_its_memory_is_named_with_the_remedy(kind: Engine) -> None:
+    engine = ENGINES[kind](enabled=False)
+    await engine.server.start_server()
+    session = HttpSession()
+    try:
+        claim = ServerClaim(connect(kind, engine.url, session, takes_turns=True), "run", "nonce")
+        told = f"{engine.url}: cannot give its memory to the trainer, .* start it with {engine.option}, or use another"
+        with pytest.raises(RolloutError, match=told):
+            await await_server(default_config([f"rollout.urls=[{engine.url}]", *TURNS]), claim, None)
+    finally:
+        await session.close()
+        await engine.server.close()
+
+
+async def test_an_engine_in_its_sleep_does_not_count_as_busy() -> None:
+    """The counts of an engine may be those before it fell asleep."""
+    engine = SleepingVllm()
+    await engine.server.start_server()
+    session = HttpSession()
+    client = connect("vllm", engine.url, session, takes_turns=True)
+    engine.metrics = "vllm:generation_tokens_total 7\nvllm:num_requests_running 3\n"
+    reader = EngineMetrics("rollout-0", default_config([*TURNS, "rollout.engine=vllm"]), client, session)
+    await reader._read()
+    awake = reader.telemetry()
+    await client.release()
+    await reader._read()
+    asleep = reader.telemetry()
+    await session.close()
+    await engine.server.close()
+    assert (awake.counters["active"], awake.doing) == (3, "generation")
+    assert (asleep.counters["active"], asleep.doing) == (0, "")

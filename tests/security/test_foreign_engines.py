@@ -18,6 +18,7 @@ from penstock.processes.foreign_server import HEALTH, EngineMetrics, auth_proxy,
 from penstock.rollout.app import ApiKeys, App
 from penstock.rollout.claim import Claim
 from penstock.rollout.http import Route
+from penstock.rollout.servers import connect
 from penstock.rollout.session import HttpSession
 from penstock.runtime.http_server import bind, listening, url_of
 from penstock.supervisor.child import Child
@@ -116,7 +117,7 @@ async def test_odd_metrics_are_ignored(odd: str) -> None:
 
     config, session, listener = Config.model_validate({"rollout": {"engine": "vllm"}}), HttpSession(), bind(HOST, 0)
     async with listening(App([Route("/metrics", ["GET"], metrics, "public")], ApiKeys()), listener):
-        reader = EngineMetrics("rollout-0", config, url_of(HOST, listener), session)
+        reader = EngineMetrics("rollout-0", config, connect("vllm", url_of(HOST, listener), session), session)
         counters = []
         for _ in range(3):
             await reader._read()
@@ -140,7 +141,7 @@ async def test_a_server_that_dies_or_lies_does_not_count_as_stuck(urls: list[str
     config = Config.model_validate({"rollout": {"engine": "vllm", "urls": urls}})
     session, listener = HttpSession(), bind(HOST, 0)
     async with listening(App([Route("/metrics", ["GET"], metrics, "public")], ApiKeys()), listener):
-        reader = EngineMetrics("rollout-0", config, url_of(HOST, listener), session)
+        reader = EngineMetrics("rollout-0", config, connect("vllm", url_of(HOST, listener), session), session)
         found = []
         for _ in range(2):
             await reader._read()

@@ -33,7 +33,7 @@ from starlette.responses import PlainTextResponse, Response
 import penstock
 from penstock.deadline import Stalled, deadline, warn_if_stalled
 from penstock.rollout.bodies import Outcome
-from penstock.rollout.client import UNKNOWN
+from penstock.rollout.client import ASLEEP, UNKNOWN
 from penstock.rollout.http import HANDLE_FORMAT, Refused, Route, answer, answer_error, error_object, read_body
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
@@ -148,6 +148,8 @@ class SGLang:
         self._describe, self._read_payload = describe, read_payload
         self._model_path, self._model_name = model_path, model_name
         self._bracket: StagedWeights | None = None
+        self._withdrawn = ""
+        """The label under which the last weights were withdrawn."""
         # A join holds its thread until all ranks have come or time is up, so joins do not use the shared threads.
         self._joining = ThreadPoolExecutor(MAX_JOINS, thread_name_prefix="join")
 
@@ -188,7 +190,7 @@ class SGLang:
                 "tokenizer_path": self._model_path,
                 "is_generation": True,
                 "preferred_sampling_params": None,
-                "weight_version": str(version) if version != NO_VERSION else "",
+                "weight_version": str(version) if version != NO_VERSION else self._withdrawn,
                 "load_format": "auto",
                 "model_type": config.model_type,
                 "architectures": config.architectures or [type(self._runner.engine.model).__name__],
@@ -209,6 +211,7 @@ class SGLang:
                 "max_running_requests": engine.num_slots,
                 "max_total_num_tokens": engine.num_slots * engine.max_context,
                 "context_length": engine.max_context,
+                "enable_memory_saver": True,
                 "internal_states": [
                     {"num_running": engine.num_active, "num_waiting": engine.num_waiting, "paused": engine.paused}
                 ],
@@ -387,11 +390,13 @@ class SGLang:
 
     async def update_version(self, request: Request) -> Response:
         """Set the version of the latest weights: of the open bracket if there is one, else of the served weights. The
-        label `unknown` withdraws the served and staged weights: no request is served until new weights arrive."""
+        labels `unknown` and `asleep` withdraw the served and staged weights: no request is served until new weights
+        arrive."""
         body = await read_body(request, VersionBody)
-        if body.new_version == UNKNOWN:
+        if body.new_version in (UNKNOWN, ASLEEP):
             await self._update.forget()
-            return answer({"success": True, "message": "the weights are withdrawn", "new_version": UNKNOWN})
+            self._withdrawn = str(body.new_version)
+            return answer({"success": True, "message": "the weights are withdrawn", "new_version": self._withdrawn})
         version = self._version(body.new_version)
         await self._update.rename(version)
         if body.abort_all_requests:

@@ -227,6 +227,11 @@ class Config(Section):
         return bool(self.rollout.urls) and not self.has_trainer
 
     @property
+    def gives_devices(self) -> bool:
+        """Return whether the servers give their devices to the trainer, again and again."""
+        return self.has_trainer and self.scheduler.mode == "colocated"
+
+    @property
     def replays_routers(self) -> bool:
         """Return whether the learner repeats the choices of the servers' routers, if the policy has experts."""
         return self.pipeline == "train" and self.trainer.router_replay
@@ -399,11 +404,6 @@ class Config(Section):
             yield (
                 f"rollout.port ({rollout.port}) leaves no room for rollout.servers ({rollout.servers}) "
                 "ports up to 65535: choose a lower port, or 0 to let the system choose"
-            )
-        if rollout.engine != "penstock" and self.scheduler.mode == "colocated":
-            yield (
-                f"scheduler.mode colocated needs servers that give their memory to the trainer, and rollout.engine "
-                f"{rollout.engine} does not: use rollout.engine penstock or another mode"
             )
         loads_itself = rollout.engine != "penstock" and not (self.has_trainer or rollout.urls)
         if loads_itself and self.policy.name == "model" and self.model.path == "tiny":

@@ -60,6 +60,7 @@ class Worker(Member):
             routing=routing,
             seeded=rollout.seeded,
             keeps_weights=config.uses_given_weights,
+            takes_turns=config.gives_devices,
         )
         self._writer, self._saved = pool.writer, PartialRollouts(config, pool)
         self._controllers_host = ""

@@ -33,7 +33,7 @@ from penstock.ports.observer import BusySpan
 from penstock.processes.bus_client import Member, Telemetry, membership
 from penstock.processes.layout import host_of, model_dir, server_number
 from penstock.processes.own_port import OwnPortConnector
-from penstock.processes.visible import of_foreign_server
+from penstock.processes.visible import has_accelerator, of_foreign_server
 from penstock.rollout.app import ApiKeys, App
 from penstock.rollout.claim import Claim
 from penstock.rollout.client import ServerClient
@@ -109,15 +109,18 @@ async def serve(child: Child, config: Config) -> None:
     try:
         async with engine_of(child, config) as (url, process):
             keeps, is_only = config.uses_given_weights, len(rollout.urls) < 2
-            client = connect(rollout.engine, url, session, keeps_weights=keeps)
+            takes_turns = config.gives_devices
+            client = connect(rollout.engine, url, session, keeps_weights=keeps, takes_turns=takes_turns)
             claim = ServerClaim(client, child.run_id, secret, is_only=is_only, is_shared=keeps)
             if config.rollout.urls and is_running(child):
                 logger.info("joins the run again; clients use the server at %s once it answers", url)
             else:
                 await await_server(config, claim, process)
+                if takes_turns and client.discards_weights:  # the trainer, which starts next, may need all the memory
+                    await client.release()
             if not (config.has_trainer or rollout.urls):
                 await client.label_weights(str(stored_version(model_dir(config, child.run_dir))))
-            metrics = EngineMetrics(child.name, config, url, session)
+            metrics = EngineMetrics(child.name, config, client, session)
             async with (
                 claim.renewed(),
                 alongside(metrics.keep_reading()),
@@ -239,10 +242,12 @@ def command(child: Child, config: Config, place: Place, own_key: str | None) -> 
         words += ["--max-num-seqs", str(rollout.slots), "--enable-scale-out"]
         words += ["--logprobs-mode", "processed_logprobs", "--uvicorn-log-level", "warning"]
         words += ["--hf-overrides", UNTIED] if config.has_trainer else []
+        words += ["--enable-sleep-mode"] if config.gives_devices and has_accelerator(config) else []
     else:
         words += ["--model-path", model, "--context-length", str(config.model.max_context)]
         words += ["--max-running-requests", str(rollout.slots), "--enable-metrics"]
         words += ["--config", str(_key_file(child, own_key))]
+        words += ["--enable-memory-saver"] if config.gives_devices else []
     if config.replays_routers and routing(Path(model)) is not None:
         words.append("--enable-return-routed-experts")
     return [*words, *rollout.args]
@@ -385,9 +390,9 @@ class EngineMetrics(Member):
     """Reads the engine's own metrics. The engine counts as busy while it reports running requests. One that the run
     has started is restarted if it then makes no progress; a server of others cannot be."""
 
-    def __init__(self, name: str, config: Config, url: str, session: HttpSession) -> None:
+    def __init__(self, name: str, config: Config, client: ServerClient, session: HttpSession) -> None:
         self._name, self._meters = name, METERS[config.rollout.engine]
-        self._url, self._session, self._is_ours = url, session, not config.rollout.urls
+        self._client, self._session, self._is_ours = client, session, not config.rollout.urls
         self._tokens, self._running, self._busy_s = 0, 0, 0.0
         self._seen_at = time.time()
         self._spans: list[BusySpan] = []
@@ -402,11 +407,14 @@ class EngineMetrics(Member):
         """Read the metrics once. An engine that does not answer is ignored: its clients notice that. Malformed metrics
         are ignored too."""
         try:
-            text = (await self._session.send("GET", self._url, "/metrics", timeout_s=ASK_EVERY_S * 4)).decode()
+            url = self._client.url
+            text = (await self._session.send("GET", url, "/metrics", timeout_s=ASK_EVERY_S * 4)).decode()
             families = text_string_to_metric_families(_lines_about(self._meters, text))
             totals = {family.name: _total(family) for family in families}
             known = dict(zip(self._meters, (self._tokens, 0), strict=True)) | totals
             self._tokens, running = [_count(known[name]) for name in self._meters]
+            if running and self._client.takes_turns and await self._client.is_asleep():
+                running = 0  # an engine does not count requests that end as it falls asleep
         except Exception:  # the parser raises whatever its text leads to
             self._running = 0
             return

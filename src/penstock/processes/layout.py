@@ -61,7 +61,10 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
     ]
     environments = [spec("env", number, _pool(config, "environment")) for number in range(config.env.workers)]
     trainers = _trainers(config, spec) if config.has_trainer else []
-    stages = [[spec("controller")], [*rollouts, *trainers], environments]
+    computing = [[*rollouts, *trainers]]
+    if config.gives_devices and config.rollout.engine != "penstock":  # such an engine starts on an empty device only
+        computing = [rollouts, trainers]
+    stages = [[spec("controller")], *computing, environments]
     if config.env.name == ATROPOS:  # these may connect before the rest is ready
         stages = [stages[0], stages[1] + environments]
     return [stage for stage in stages if stage]

@@ -75,6 +75,12 @@ def of_foreign_server(config: Config, number: int) -> dict[str, str]:
     return {} if chosen is None else {variable: chosen}
 
 
+def has_accelerator(config: Config) -> bool:
+    """Return whether the servers compute on an accelerator, as far as this process can tell without torch."""
+    kind = config.model.device
+    return kind != "cpu" and (kind != "auto" or _num_listed() > 0)
+
+
 def num_devices(words: Sequence[str]) -> int:
     """Return the number of devices that a foreign engine with this command line needs. The engine itself rejects
     invalid numbers."""

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"
 """Label of weights that no policy_version describes: another run's, or those of a half-finished update."""
+ASLEEP = "asleep"
+"""Label of an engine that has discarded its weights and its KV memory. It serves again after a weights update."""
 
 NO_ROUTE = (403, 404, 405)
 """Statuses of a server that lacks a route."""
@@ -114,6 +116,10 @@ class ServerClient(ABC):
     """What the policy's routers record. None: it has no experts, or their record is not wanted."""
     seeded = False
     """Whether an engine that decodes more slowly with seeds gets one for each sample. Other engines always get them."""
+    takes_turns = False
+    """Whether the run takes the server's device for training (`release`), again and again."""
+    discards_weights = False
+    """Whether `release` discards the weights too. Then only a weights update makes the server serve again."""
     routing_remedy = "this server does not record them"
     """How to make a server return experts."""
     _told = False
@@ -176,8 +182,16 @@ class ServerClient(ABC):
         not published."""
 
     async def forget_weights(self) -> None:
-        """Reset version numbers, because a run takes over a server that another run may have used."""
-        await self.label_weights(UNKNOWN)
+        """Reset version numbers, because a run takes over a server that another run may have used. A server that is
+        asleep has no version already."""
+        if not await self.is_asleep():
+            await self.label_weights(UNKNOWN)
+
+    async def is_asleep(self) -> bool:
+        """Return whether the engine has discarded its weights for the trainer. It is alive, and generates nothing."""
+        if not self.discards_weights:
+            return False
+        return (await self._session.call("GET", self.url, self.label_path, None, ServedLabel)).weight_version == ASLEEP
 
     async def begin_weights(self, handle: WeightsHandle) -> None:
         """Stage and verify weights. The served weights do not change.
@@ -196,13 +210,28 @@ class ServerClient(ABC):
     async def abort_weights(self) -> None:  # noqa: B027 (an engine that stages nothing has nothing to drop)
         """Drop the staged weights."""
 
+    @abstractmethod
     async def release(self) -> None:
-        """Free the generation memory. Running requests end with their tokens so far, later requests without tokens."""
-        raise RolloutError(self.url, "this engine cannot release its memory: set rollout.engine to penstock", 400)
+        """Free the generation memory. Running requests end with their tokens so far, later requests without tokens.
 
+        It may be called again while the memory is free."""
+
+    @abstractmethod
     async def resume(self) -> None:
-        """Allocate the generation memory again."""
-        await self.release()  # raises the same error
+        """Allocate the generation memory again, if a weights update has not done so. Raises RolloutError with status
+        503 if the server has no weights."""
+
+    async def _check_awake(self) -> None:
+        """Check that a weights update has woken the engine. Raises RolloutError with status 503."""
+        if await self.is_asleep():
+            raise RolloutError(self.url, "is asleep: it has discarded its weights, and the last update failed", 503)
+
+    async def _answer_asleep(self, grants: Sequence[SegmentGrant]) -> list[Segment] | None:
+        """Return answers without tokens if the engine is asleep, else None. The engine itself would let requests wait
+        for the end of training, and their time would run."""
+        if not (self.takes_turns and await self.is_asleep()):
+            return None
+        return [Segment(token_ids=[], logprobs=[], spans=[], finish_reason="abort") for _ in grants]
 
     async def _post(self, path: str, body: object = None, *, timeout_s: float | None = None) -> None:
         await self._session.send("POST", self.url, path, body, timeout_s=timeout_s)

@@ -97,11 +97,13 @@ def connect(
     *,
     seeded: bool = False,
     keeps_weights: bool = False,
+    takes_turns: bool = False,
 ) -> ServerClient:
-    """Return the client of one server. With `update_mode` None, the client's default applies. `routing`, `seeded` and
-    `keeps_weights`: see `ServerClient`."""
+    """Return the client of one server. With `update_mode` None, the client's default applies. `routing`, `seeded`,
+    `keeps_weights` and `takes_turns`: see `ServerClient`."""
     client = CLIENTS[engine](url.rstrip("/"), session, update_mode=update_mode)
     client.routing, client.seeded, client.keeps_weights = routing, seeded, keeps_weights
+    client.takes_turns = takes_turns
     return client
 
 
@@ -173,10 +175,11 @@ class Servers:
         routing: Routing | None = None,
         seeded: bool = False,
         keeps_weights: bool = False,
+        takes_turns: bool = False,
     ) -> None:
         """`claim`: nonce of the run, for a process that controls its servers. `lost` is called with the URL of a lost
         server and the reason. With `update_mode` None, the engine client's default applies. `routing`: what the
-        policy's routers record; None: nothing. `seeded`, `keeps_weights`: see `ServerClient`."""
+        policy's routers record; None: nothing. `seeded`, `keeps_weights`, `takes_turns`: see `ServerClient`."""
         self._session = HttpSession(api_key=api_key, claim=claim, timeout_s=timeout_s)
         self._connect = partial(
             connect,
@@ -186,6 +189,7 @@ class Servers:
             routing=routing,
             seeded=seeded,
             keeps_weights=keeps_weights,
+            takes_turns=takes_turns,
         )
         self._servers = [ServerState(self._connect(url)) for url in urls]
         self._last_server: OrderedDict[EpisodeId, ServerState] = OrderedDict()
@@ -211,13 +215,13 @@ class Servers:
         self._servers = [known.get(url.rstrip("/")) or ServerState(self._connect(url), lost_at=due) for url in urls]
 
     async def bring_up(self, url: str) -> None:
-        """Give a restarted server the weights that the other servers serve. Raises RolloutError or Stalled if the
-        server is gone again."""
+        """Give a restarted server the weights that the other servers serve. While the trainer has the device, a server
+        without room for weights gets the next ones. Raises RolloutError or Stalled if the server is gone again."""
         async with self._exclusive():
             server = next((server for server in self._servers if server.client.url == url.rstrip("/")), None)
             if server is None:
                 raise RolloutError(url, "was replaced by another server before it received weights")
-            if self._latest is not None:
+            if self._latest is not None and not (self._released and server.client.discards_weights):
                 await self._call(server, partial(_restage, handle=self._latest))
             if self._released:
                 await self._call(server, lambda client: client.release())

@@ -2,19 +2,29 @@
 
 It is tested against Penstock's own server, which has the same protocol. It is not yet verified against SGLang itself,
 which needs a GPU. Every sample is a separate prompt in one batch, because SGLang has one limit and one seed per prompt.
+
+Where the trainer takes turns with the server on a device, SGLang needs --enable-memory-saver, and torch-memory-saver.
+It dies if it has to release memory while a request runs, or to resume memory that it has not released. It does not
+tell what it has released, so the label of its weights does (`ASLEEP`), also to the next controller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from msgspec import Struct
+
+from penstock.deadline import Stalled
 from penstock.rollout import bodies
 from penstock.rollout.client import (
     ANSWER_S,
+    ASLEEP,
     COMMIT_S,
     PROBE_S,
     RESUME_S,
+    UNKNOWN,
     ServerClient,
     sampling_body,
 )
@@ -26,17 +36,29 @@ PAUSES: dict[UpdateMode, str] = {"in_place": "in_place", "retract": "abort"}
 """Pause mode of SGLang for each update mode.
 
 SGLang's own `retract` would keep prompts that the old weights computed: SGLang refuses to flush while requests wait."""
+RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+IDLE_S = 30.0
+"""Limit in seconds of the wait until the engine has dropped its ended requests."""
+
+
+class ServerInfo(Struct):
+    """The reply of `/server_info`. None in releases that do not tell."""
+
+    enable_memory_saver: bool | None = None
 
 
 class SGLangClient(ServerClient):
     """The client of one SGLang server."""
 
+    discards_weights = True
     label_path = "/model_info"
     routing_remedy = "start it with --enable-return-routed-experts"
 
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Segment]:
+        if (nothing := await self._answer_asleep(grants)) is not None:
+            return nothing
         start = self._routed_from(sampling)
         body = bodies.GenerateBody(
             input_ids=[list(prompt_ids) for _ in grants],
@@ -59,31 +81,76 @@ class SGLangClient(ServerClient):
         await self._session.send("GET", self.url, self.label_path, timeout_s=PROBE_S)
 
     async def check(self) -> None:
-        """Check that the server answers `/model_info`. Other missing features show at the first update."""
+        """Check that the server answers `/model_info`, and that it can release memory if it has to. Other missing
+        features show at the first update."""
         await self._label()
+        if not self.takes_turns:
+            return
+        info = await self._session.call("GET", self.url, "/server_info", None, ServerInfo)
+        if info.enable_memory_saver is False:
+            raise RolloutError(
+                self.url,
+                "cannot give its memory to the trainer, as scheduler.mode colocated needs: start it with "
+                "--enable-memory-saver, or use another scheduler.mode",
+                400,
+            )
 
     async def label_weights(self, label: str) -> None:
         await self._post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+    async def release(self) -> None:
+        if await self.is_asleep():
+            return
+        await self._post("/pause_generation", {"mode": "abort"}, timeout_s=COMMIT_S["retract"])
+        await self._post(f"/flush_cache?timeout={IDLE_S:g}", timeout_s=COMMIT_S["retract"])  # waits for idleness
+        await self.label_weights(ASLEEP)
+        try:
+            await self._post(RELEASE, {})
+        except RolloutError:
+            await self.label_weights(UNKNOWN)
+            raise
+
+    async def resume(self) -> None:
+        await self._check_awake()
 
     async def commit_weights(self, handle: WeightsHandle) -> None:
         """Make the server load weights from the directory.
 
         This is the only kind of update that SGLang rolls back if it fails, and it needs no bracket. Without a pause,
         SGLang waits until no request runs; this is `drain`."""
-        body = {
-            "model_path": str(Path(handle.path).parent),
-            "weight_version": str(handle.policy_version),
-            "flush_cache": self.update_mode != "in_place",
-            "load_format": "auto",  # the server's own format may be `dummy`, for random initial weights
-        }
+        if await self.is_asleep():
+            await self._wake_with(handle)
+            return
         pause = PAUSES.get(self.update_mode)
         try:
             if pause is not None:
                 await self._post("/pause_generation", {"mode": pause})
-            path, seconds = "/update_weights_from_disk", COMMIT_S[self.update_mode]
-            outcome = await self._session.call("POST", self.url, path, body, bodies.Outcome, timeout_s=seconds)
+            await self._load(handle, flush=self.update_mode != "in_place")
         finally:
             if pause is not None:
                 await self._post("/continue_generation", {}, timeout_s=RESUME_S)
+
+    async def _wake_with(self, handle: WeightsHandle) -> None:
+        """Wake the engine with these weights. If that fails, it sleeps on, and any later update may wake it."""
+        await self._post(RESUME, {"tags": ["weights"]})
+        try:
+            await self._load(handle, flush=False)  # the cache is empty
+            await self._post(RESUME, {"tags": ["kv_cache", "cuda_graph"]})
+        except BaseException:
+            with suppress(RolloutError, Stalled):
+                await self.label_weights(ASLEEP)
+                await self._post(RELEASE, {"tags": ["weights"]})
+            raise
+        await self._post("/continue_generation", {}, timeout_s=RESUME_S)
+
+    async def _load(self, handle: WeightsHandle, *, flush: bool) -> None:
+        body = {
+            "model_path": str(Path(handle.path).parent),
+            "weight_version": str(handle.policy_version),
+            "flush_cache": flush,
+            "load_format": "auto",  # the server's own format may be `dummy`, for random initial weights
+        }
+        path, seconds = "/update_weights_from_disk", COMMIT_S[self.update_mode]
+        outcome = await self._session.call("POST", self.url, path, body, bodies.Outcome, timeout_s=seconds)
         if not outcome.success:
             raise RolloutError(self.url, f"did not load the weights: {outcome.message}", 400)

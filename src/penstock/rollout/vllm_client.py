@@ -5,19 +5,27 @@ every token the weights that sampled it.
 
 `/inference/v1/generate` takes and returns tokens. Its log-probabilities are those of the sampling distribution only
 with `--logprobs-mode processed_logprobs`. The default mode ignores the temperature.
+
+Where the trainer takes turns with the server on a device, the server also needs --enable-sleep-mode. It then sleeps at
+level 2: it discards its weights, because every sleep ends with an update. An update wakes the memory of the weights,
+loads them, and only then wakes the KV memory, with which vLLM schedules requests again. Calls that wake or put to sleep
+what is so already do nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
 
+from penstock.deadline import Stalled
 from penstock.rollout import bodies
-from penstock.rollout.client import ANSWER_S, COMMIT_S, RESUME_S, ServerClient
+from penstock.rollout.client import ANSWER_S, ASLEEP, COMMIT_S, RESUME_S, ServerClient
 from penstock.rollout.generator import all_of
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.routed_experts import from_npy
@@ -31,8 +39,12 @@ PAUSES: dict[UpdateMode, str] = {
     "retract": "/pause?mode=abort",
     "drain": "/pause?mode=wait",
 }
+SLEEP = "/sleep?level=2&mode=abort"
+WAKE = "/wake_up?tags="
 RELOAD_S = 900.0
 """Timeout for loading the weights of a large model."""
+INFO_S = 60.0
+"""Timeout for vLLM's description of itself, for which it runs programs."""
 
 
 class Logprob(Struct):
@@ -65,10 +77,36 @@ class Generated(Struct):
     choices: list[Choice]
 
 
+class ModelSettings(Struct):
+    """vLLM's settings of its model. None in releases that do not tell."""
+
+    enable_sleep_mode: bool | None = None
+
+
+class DeviceSettings(Struct):
+    """vLLM's settings of its device."""
+
+    device_type: str = ""
+
+
+class VllmSettings(Struct):
+    """vLLM's settings."""
+
+    model_config: ModelSettings = msgspec.field(default_factory=ModelSettings)
+    device_config: DeviceSettings = msgspec.field(default_factory=DeviceSettings)
+
+
+class ServerInfo(Struct):
+    """The reply of `/server_info?config_format=json`."""
+
+    vllm_config: VllmSettings = msgspec.field(default_factory=VllmSettings)
+
+
 class VllmClient(ServerClient):
     """The client of one vLLM server."""
 
     update_mode = "in_place"
+    discards_weights = True
     label_path = "/weight_info"
     routing_remedy = "start it with --enable-return-routed-experts"
 
@@ -90,6 +128,8 @@ class VllmClient(ServerClient):
         With a seed, vLLM draws each row of a batch by itself, which slows its decode steps. So it gets none unless the
         client is `seeded`. vLLM restarts its random numbers with each request, so the client mixes the seed with the
         position."""
+        if (nothing := await self._answer_asleep(grants)) is not None:
+            return nothing
         pairs = zip(grants, seeds, strict=True)
         return await all_of(self._sample(prompt_ids, grant, sampling, seed) for grant, seed in pairs)
 
@@ -141,20 +181,62 @@ class VllmClient(ServerClient):
             except RolloutError as error:  # an empty request is refused too, but with another status
                 if error.status in (403, 404):
                     raise RolloutError(self.url, f"has no route {path}: start it with {remedy}", 400) from error
+        if self.takes_turns:
+            await self._check_sleep_mode()
+
+    async def _check_sleep_mode(self) -> None:
+        """Check that sleep frees the device. Without the option, vLLM answers as if it did. On a CPU it frees nothing,
+        and the option is refused."""
+        path = "/server_info?config_format=json"
+        info = await self._session.call("GET", self.url, path, None, ServerInfo, timeout_s=INFO_S)
+        settings = info.vllm_config
+        if settings.model_config.enable_sleep_mode is False and settings.device_config.device_type != "cpu":
+            raise RolloutError(
+                self.url,
+                "cannot give its memory to the trainer, as scheduler.mode colocated needs: start it with "
+                "--enable-sleep-mode, or use another scheduler.mode",
+                400,
+            )
+
+    async def release(self) -> None:
+        await self._post(PAUSES["retract"])
+        await self.label_weights(ASLEEP)  # after the last token of the discarded weights
+        await self._post(SLEEP)  # it also ends requests that came since the pause
+
+    async def resume(self) -> None:
+        await self._check_awake()
 
     async def commit_weights(self, handle: WeightsHandle) -> None:
         """Pause, make every worker load the directory, set the version label, and continue.
 
-        A failure in between leaves the label `UNKNOWN`. So no later sample counts as one of a known version."""
+        A failure in between leaves the label `UNKNOWN`, or a server that is asleep. So no later sample counts as one of
+        a known version."""
+        if await self.is_asleep():
+            await self._wake_with(handle)
+            return
         try:
             await self._post(PAUSES[self.update_mode], timeout_s=COMMIT_S[self.update_mode])
             await self.forget_weights()
-            # A server that started with random weights would otherwise "read" random ones again.
-            await self._rpc("update_config", args=[{"load_config": {"load_format": "safetensors"}}])
-            await self._rpc("reload_weights", kwargs={"weights_path": str(Path(handle.path).parent)})
-            await self.label_weights(str(handle.policy_version))
+            await self._load(handle)
         finally:
             await self._post("/resume", timeout_s=RESUME_S)
+
+    async def _wake_with(self, handle: WeightsHandle) -> None:
+        """Wake the engine with these weights. If that fails, it sleeps on, and any later update may wake it."""
+        try:
+            await self._post(f"{WAKE}weights")
+            await self._load(handle)
+            await self._post(f"{WAKE}kv_cache")
+        except BaseException:
+            with suppress(RolloutError, Stalled):
+                await self.release()
+            raise
+
+    async def _load(self, handle: WeightsHandle) -> None:
+        # A server that started with random weights would otherwise "read" random ones again.
+        await self._rpc("update_config", args=[{"load_config": {"load_format": "safetensors"}}])
+        await self._rpc("reload_weights", kwargs={"weights_path": str(Path(handle.path).parent)})
+        await self.label_weights(str(handle.policy_version))
 
     async def _rpc(self, method: str, **arguments: Any) -> None:
         await self._post("/collective_rpc", {"method": method, **arguments}, timeout_s=RELOAD_S)
