@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from penstock.config import Config, ConfigError
+from penstock.deadline import Stalled
+from penstock.processes import foreign_server
 from penstock.processes.devices import take_one
 from penstock.processes.foreign_server import environment
-from penstock.processes.visible import VARIABLES, num_devices
+from penstock.processes.visible import VARIABLES, num_devices, share_in
 
 CUDA, NPU = VARIABLES["cuda"], VARIABLES["npu"]
 IN_TURNS = {"scheduler": {"mode": "colocated", "max_staleness": 0}}
@@ -154,3 +157,47 @@ def test_without_a_driver_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_how_many_devices_an_engine_needs_is_read_from_its_command_line(words: list[str], number: int) -> None:
     assert num_devices(words) == number
+
+
+SMI = """#!/bin/sh
+case "$1" in
+-L) echo "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)" ;;
+*) echo "$@" > {told}; head -1 {free}; tail -n +2 {free} > {rest}; mv {rest} {free} ;;
+esac
+"""
+
+
+async def test_an_engine_that_starts_again_waits_until_the_trainer_has_given_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {name: tmp_path / name for name in ("told", "free", "rest")}
+    (tmp_path / "nvidia-smi").write_text(SMI.format(**files))
+    (tmp_path / "nvidia-smi").chmod(0o700)
+    files["free"].write_text("3000, 81559\n40000, 81559\n70000, 81559\n0, 81559\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(foreign_server, "ROOM_EVERY_S", 0.0)
+    child: Any = SimpleNamespace(name="rollout-0")
+    config = Config.model_validate(
+        {**IN_TURNS, "rollout": {"engine": "vllm", "args": ["--gpu_memory_utilization=0.8", "--tp", "2"]}}
+    )
+    await foreign_server.await_room(child, config, {CUDA: "4,5,6"})
+    assert files["free"].read_text() == "0, 81559\n", "it has seen enough"
+    assert files["told"].read_text().endswith("-i 4,5\n")
+    monkeypatch.setattr(foreign_server, "WAIT_SHARE", 1e-9)
+    with pytest.raises(Stalled, match="80% of the memory of its device"):
+        await foreign_server.await_room(child, config, {})
+
+
+@pytest.mark.parametrize(
+    ("engine", "words", "expected"),
+    [
+        ("vllm", [], None),
+        ("vllm", ["--gpu-memory-utilization", "0.5"], 0.5),
+        ("vllm", ["--gpu-memory-utilization=0.5", "--gpu_memory_utilization", "0.6"], 0.6),
+        ("vllm", ["--mem-fraction-static", "0.5"], None),
+        ("sglang", ["--mem-fraction-static", "0.5"], 0.5),
+        ("sglang", ["--mem-fraction-static", "much"], None),
+    ],
+)
+def test_what_a_command_line_gives_an_engine(engine: str, words: list[str], expected: float | None) -> None:
+    assert share_in(engine, words) == expected

@@ -13,7 +13,7 @@ import secrets
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
@@ -31,9 +31,19 @@ from penstock.model.files import routing
 from penstock.observe.log_lines import Paced
 from penstock.ports.observer import BusySpan
 from penstock.processes.bus_client import Member, Telemetry, membership
-from penstock.processes.layout import host_of, model_dir, server_number
+from penstock.processes.layout import host_of, model_dir, server_number, takes_turns
 from penstock.processes.own_port import OwnPortConnector
-from penstock.processes.visible import has_accelerator, of_foreign_server
+from penstock.processes.visible import (
+    SHARES,
+    free_share,
+    has_accelerator,
+    num_devices,
+    of_foreign_server,
+    share_in,
+)
+from penstock.processes.visible import (
+    VARIABLES as DEVICE_VARIABLES,
+)
 from penstock.rollout.app import ApiKeys, App
 from penstock.rollout.claim import Claim
 from penstock.rollout.client import ServerClient
@@ -49,6 +59,10 @@ from penstock.trainer.checkpoint import stored_version
 logger = logging.getLogger(__name__)
 
 ASK_EVERY_S = 0.5
+ROOM_EVERY_S = 2.0
+"""Seconds between two questions for the free memory of a device."""
+WAIT_SHARE = 0.9
+"""Share of the ready timeout in which a device must have room for an engine."""
 LEASE_S = 8.0
 """Length of a run's claim on an already running server. The run renews the claim while it lives."""
 CLAIM_TIMEOUT_S = 12.0
@@ -109,14 +123,14 @@ async def serve(child: Child, config: Config) -> None:
     try:
         async with engine_of(child, config) as (url, process):
             keeps, is_only = config.uses_given_weights, len(rollout.urls) < 2
-            takes_turns = config.gives_devices
-            client = connect(rollout.engine, url, session, keeps_weights=keeps, takes_turns=takes_turns)
+            gives = config.gives_devices
+            client = connect(rollout.engine, url, session, keeps_weights=keeps, takes_turns=gives)
             claim = ServerClaim(client, child.run_id, secret, is_only=is_only, is_shared=keeps)
             if config.rollout.urls and is_running(child):
                 logger.info("joins the run again; clients use the server at %s once it answers", url)
             else:
                 await await_server(config, claim, process)
-                if takes_turns and client.discards_weights:  # the trainer, which starts next, may need all the memory
+                if gives and client.discards_weights:  # the trainer, which starts next, may need all the memory
                     await client.release()
             if not (config.has_trainer or rollout.urls):
                 await client.label_weights(str(stored_version(model_dir(config, child.run_dir))))
@@ -153,9 +167,11 @@ async def engine_of(child: Child, config: Config) -> AsyncIterator[tuple[str, Pr
         place.unlink(missing_ok=True)  # a killed engine leaves it
     host, port, keys = host_of(child, config), child.port, ApiKeys.of(config.rollout)
     own_key = secrets.token_hex(32) if config.rollout.engine == "sglang" else config.rollout.api_key
-    process = await asyncio.create_subprocess_exec(
-        *command(child, config, place, own_key), env=environment(config, server_number(child))
-    )
+    variables = environment(config, server_number(child))
+    words = command(child, config, place, own_key)
+    if takes_turns(config) and has_accelerator(config):
+        await await_room(child, config, variables)
+    process = await asyncio.create_subprocess_exec(*words, env=variables)
     try:
         claim = Claim(child.run_id, child.secret("claim"))
         health_path = HEALTH[config.rollout.engine]
@@ -169,6 +185,21 @@ async def engine_of(child: Child, config: Config) -> AsyncIterator[tuple[str, Pr
                 await process.wait()
         except Stalled:
             process.kill()
+
+
+async def await_room(child: Child, config: Config, variables: Mapping[str, str]) -> None:
+    """Wait until the engine's devices have the memory that it takes. After the death of an engine, the trainer may
+    have it until the end of its step. Raises Stalled in time for the supervisor's own limit."""
+    engine, words = config.rollout.engine, config.rollout.args
+    share = share_in(engine, words) or SHARES[engine][1]
+    seen = variables.get(DEVICE_VARIABLES["cuda"])
+    devices = (seen.split(",") if seen else [str(number) for number in range(64)])[: num_devices(words)]
+    limit, resource = WAIT_SHARE * config.supervisor.ready_timeout_s, f"{share:.0%} of the memory of its device"
+    log = Paced(logger)
+    async with deadline(limit, waiter=child.name, resource=resource, holder="the trainer, or another process"):
+        while (free := await asyncio.to_thread(free_share, devices)) is not None and free < share:
+            log.info(f"waits for {resource}; {free:.0%} are free")
+            await asyncio.sleep(ROOM_EVERY_S)
 
 
 @asynccontextmanager

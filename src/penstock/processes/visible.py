@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 
 from penstock.config import Config, ConfigError
 from penstock.processes.layout import are_together, takes_turns, trainer_nodes
@@ -93,6 +94,34 @@ def num_devices(words: Sequence[str]) -> int:
     if WITHIN in words:
         sizes.pop("d", None)
     return math.prod(int(size) for size in sizes.values() if size.isdigit() and size != "0")
+
+
+SHARES = {"vllm": ("--gpu-memory-utilization", 0.92), "sglang": ("--mem-fraction-static", 0.8)}
+"""The option of each engine for the part of a device's memory that it takes, and about what it takes without."""
+
+
+def share_in(engine: str, words: Sequence[str]) -> float | None:
+    """Return the part of a device's memory that a command line gives to a foreign engine; None if it gives none. The
+    engine itself rejects invalid numbers."""
+    wanted, found = SHARES[engine][0], None
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        option, _, value = word.partition("=")
+        if option.replace("_", "-") == wanted:
+            with suppress(ValueError):
+                found = float(value or following)
+    return found
+
+
+def free_share(devices: Sequence[str]) -> float | None:
+    """Return the part of their memory that is free on all of these devices. None if the driver does not tell."""
+    words = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        words += ["-i", ",".join(devices)]
+        listed = subprocess.run(words, capture_output=True, text=True, timeout=LIST_S)
+        free = [line.split(",") for line in listed.stdout.splitlines()]
+        return min((float(some) / float(whole) for some, whole in free), default=None)
+    except (OSError, ValueError, ZeroDivisionError, subprocess.TimeoutExpired):
+        return None
 
 
 def _num_listed() -> int:
