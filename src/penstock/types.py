@@ -232,6 +232,21 @@ class WeightsHandle:
     """Link with which other machines read this file; empty if they can open `path` too."""
     meeting: str = ""
     """HOST:PORT where other machines ask for a broadcast of this file; empty if there is none."""
+    adapters: AdaptersForm | None = None
+    """None if the file has all weights. Else it has low-rank adapters of some of them, float32, in peft's format."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptersForm:
+    """What a server must know to add the adapters of a file to weights. The file's fingerprint covers it."""
+
+    base: WeightsHandle
+    """All weights, without adapters. Its version is the first one that was published with it."""
+    rank: int
+    alpha: int
+    """Adapters are scaled by alpha / rank."""
+    targets: tuple[str, ...]
+    """Names of the weights that have adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

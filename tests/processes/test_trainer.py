@@ -61,6 +61,9 @@ from penstock.supervisor.child import ADDRESS, Child
 from penstock.trainer.learner import Learner
 from penstock.types import GroupRef
 from penstock.version_history import VersionHistory
+from penstock.weights.adapters import MergingReceiver
+from penstock.weights.receiver import Receiver
+from penstock.weights.shared_memory import layout
 
 pytestmark = pytest.mark.integration
 GROUPS, GROUP_SIZE = 6, 4
@@ -399,6 +402,53 @@ def test_of_ranks_that_share_weights_the_first_alone_reads_them(
         begin(0)
     load_policy(model, weights=False, seed=1).save_pretrained(model)
     assert {parameter.device.type for parameter in begin(0).parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(AS_IT_IS, id="one rank"),
+        pytest.param({**AS_IT_IS, **FSDP}, id="two ranks that share weights", marks=pytest.mark.long),
+        pytest.param(
+            {**BETWEEN_MACHINES, **FSDP, "sections": {"model": MODEL, **TWO_NODES}},
+            id="two machines that share weights",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+async def test_adapters_travel_alone_and_make_the_weights_of_the_checkpoint(
+    tmp_path: Path, pool: list[GroupRef], settings: dict[str, Any]
+) -> None:
+    pytest.importorskip("peft")
+    directory, handles = tmp_path / "run" / "checkpoints" / "step_1", []
+    with trainer(tmp_path, lora={"rank": 3, "alpha": 5}, **settings) as process:
+        await process.handle("controller", Begin(policy_version=0))
+        for _ in range(2):
+            begun = await process.handle("controller", Publish())
+            assert isinstance(begun, Publishing)
+            answer = await process.handle("controller", FinishPublish(policy_version=begun.policy_version))
+            assert isinstance(answer, Published)
+            handles.append(answer.handle)
+            await step(process, pool)
+            if len(handles) == 1:
+                await process.handle("controller", SaveCheckpoint(directory=str(directory), state={"step": 1}))
+        await process.handle("controller", FinishCheckpoint())
+        first, second = handles
+        assert first.adapters is not None and first.adapters == second.adapters
+        assert (first.adapters.rank, first.adapters.alpha) == (3, 5)
+        base = load_file(first.adapters.base.path)
+        model = load_policy(tmp_path / "run" / "model", weights=False, seed=0)
+        assert layout(base) == layout(dict(model.named_parameters()))
+        receive = MergingReceiver(Receiver(layout(base), machine="", directory=tmp_path), torch.device("cpu"))
+        both = [receive(handle) for handle in handles]
+    assert set(first.adapters.targets) == {name for name in base if "proj" in name}
+    assert all(torch.equal(each, base[name]) for name, each in both[0].items()), "adapters begin without effect"
+    saved = load_file(directory / "model.safetensors")
+    for name, weight in both[1].items():
+        torch.testing.assert_close(weight, saved[name], rtol=0, atol=1e-6 if settings.get("ranks") else 0)
+        assert torch.equal(weight, base[name]) == (name not in first.adapters.targets)
+    config = json.loads((Path(second.path).parent / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (3, 5) and "q_proj" in config["target_modules"]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])

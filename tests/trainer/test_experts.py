@@ -100,10 +100,10 @@ def test_other_engines_get_the_names_of_published_models(experts_dir: Path, tmp_
         }
     )
     actor = Actor(Rank(0, 1), {}, config=config, place=0, model_dir=experts_dir, weights_dir=tmp_path)
-    folder = actor.open_weights()
-    assert folder is not None
-    actor.publish(folder)
-    handle = await_handle(folder, waiter="the test")
+    opened = actor.open_weights()
+    assert opened is not None
+    actor.publish(opened)
+    handle = await_handle(opened.folder, waiter="the test")
     published, model = load_file(handle.path), load_policy(experts_dir, weights=True, dtype=torch.bfloat16)
     if engine == "penstock":
         expected = dict(model.named_parameters())

@@ -15,12 +15,14 @@ from published import publish_next
 from starlette.types import Message, Receive, Scope, Send
 from torch import Tensor
 
+from penstock.model.low_rank import names_of
 from penstock.ports.inference import WeightsOutOfReach
 from penstock.runtime import file_service
 from penstock.runtime.file_service import FileService
 from penstock.runtime.http_server import bind, listening, url_of
-from penstock.types import WeightsHandle
+from penstock.types import AdaptersForm, WeightsHandle
 from penstock.weights import receiver as receiver_module
+from penstock.weights.adapters import MergingReceiver
 from penstock.weights.publication import WeightsPublisher
 from penstock.weights.receiver import CARRIERS, Carrier, Receiver, linked
 from penstock.weights.shared_memory import WeightsMismatch, layout
@@ -193,3 +195,34 @@ async def test_a_part_that_breaks_off_is_asked_for_from_where_it_broke(tmp_path:
     handle = sender.published(3)
     await asyncio.to_thread(receiver(tmp_path), handle)
     assert {0, 100}.issubset(sender.asked)
+
+
+async def test_adapters_and_their_base_come_apart(
+    tmp_path: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base is fetched once per machine, and again only by a server that finds it nowhere."""
+    monkeypatch.setattr(receiver_module, "MAX_SILENCE_S", 60.0)
+    publisher = WeightsPublisher(sender.runtime_dir / "weights")
+    with publisher.open_base(layout(policy(0))) as opened:
+        base = opened.write_whole(policy(0).items(), 0)
+    form = AdaptersForm(base=base, rank=1, alpha=2, targets=("head",))
+    named = dict(zip(names_of("head"), (torch.ones(1, 33), torch.ones(64, 1)), strict=True))
+    receivers = [MergingReceiver(receiver(tmp_path, name=str(number)), torch.device("cpu")) for number in range(2)]
+    for version in (3, 4):
+        with publisher.open(layout(named), version, adapters=True) as opened:
+            handle = opened.write_whole(named.items(), version, adapters=form)
+        handle = linked(handle, service=sender.url, secret=SECRET, machine=THERE)
+        for each in receivers:
+            found = await asyncio.to_thread(each, handle)
+            assert torch.equal(found["head"], policy(0)["head"] + 2) and torch.equal(found["norm"], policy(0)["norm"])
+        parts = [range(0, size, PART_BYTES) for size in (handle.num_bytes, base.num_bytes)[: 2 if version == 3 else 1]]
+        assert sorted(sender.asked) == sorted(start for part in parts for start in part)
+        sender.asked.clear()
+        files = [f"0-{base.fingerprint}.safetensors", f"{version}-{handle.fingerprint}.safetensors"]
+        assert left(tmp_path) == [f"received/{number}/{file}" for number in range(2) for file in files]
+    restarted = MergingReceiver(receiver(tmp_path, name="0"), torch.device("cpu"))
+    assert torch.equal((await asyncio.to_thread(restarted, handle))["head"], policy(0)["head"] + 2)
+    assert sender.asked == []
+    too_large = replace(handle, num_bytes=2**20)
+    with pytest.raises(WeightsMismatch, match="have at most"):
+        await asyncio.to_thread(receiver(tmp_path, name="1"), too_large)

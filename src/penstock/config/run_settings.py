@@ -232,6 +232,12 @@ class Config(Section):
         return self.has_trainer and self.scheduler.mode == "colocated"
 
     @property
+    def sends_adapters(self) -> bool:
+        """Return whether the trainer sends adapters alone, and the servers have the weights to which they are added.
+        Otherwise it adds them itself and sends whole weights."""
+        return self.trainer.lora is not None and self.rollout.engine == "penstock"
+
+    @property
     def replays_routers(self) -> bool:
         """Return whether the learner repeats the choices of the servers' routers, if the policy has experts."""
         return self.pipeline == "train" and self.trainer.router_replay

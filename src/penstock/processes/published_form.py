@@ -1,19 +1,21 @@
 """The form in which servers get the policy: names, shapes and dtype of its weights.
 
 Our own server holds weights as Transformers does. Other engines read the names of published models; where these are the
-same tensors under other names, ranks can write their own rows. Else tensors are converted, whole.
+same tensors under other names, ranks can write their own rows. Else tensors are converted, whole. Adapters have the
+same form for all engines: that of peft, in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from penstock.model.load_policy import with_original_names, with_tied_names
+from penstock.trainer.lora import Part, weights_of
 from penstock.weights import shared_memory
 from penstock.weights.shared_memory import Layout
 
@@ -24,6 +26,9 @@ class PublishedForm:
 
     model: Any
     engine: str
+    part: Part
+    """Which of the model's weights."""
+    dtype: torch.dtype
     layout: Layout
     """Of the file."""
     names: Mapping[str, list[str]] | None
@@ -32,7 +37,15 @@ class PublishedForm:
     """Whether each weight can be converted by itself."""
 
     @classmethod
-    def of(cls, model: Any, parameters: Mapping[str, Tensor], *, engine: str, dtype: torch.dtype) -> PublishedForm:
+    def of(
+        cls,
+        model: Any,
+        parameters: Mapping[str, Tensor],
+        *,
+        engine: str,
+        dtype: torch.dtype,
+        part: Literal["merged", "base"] = "merged",
+    ) -> PublishedForm:
         """Return the form of a model with these `parameters`, for servers that compute in `dtype`."""
         own = {name: torch.empty(each.shape, dtype=dtype, device="meta") for name, each in parameters.items()}
         whole = _converted(model, engine, own)
@@ -43,14 +56,31 @@ class PublishedForm:
         return cls(
             model=model,
             engine=engine,
+            part=part,
+            dtype=dtype,
             layout=layout,
             names={name: list(parts) for name, parts in single.items()} if is_same else None,
             one_by_one=together == layout,
         )
 
+    @classmethod
+    def of_adapters(cls, model: Any) -> PublishedForm:
+        """Return the form of the adapters of a model."""
+        layout = shared_memory.layout(dict(weights_of(model, "adapters")))
+        return cls(
+            model=model,
+            engine="penstock",
+            part="adapters",
+            dtype=torch.float32,
+            layout=layout,
+            names={name: [name] for name in layout},
+            one_by_one=True,
+        )
+
     def converted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights in this form. Only one at a time is held, if each can be converted by itself."""
-        parts = ({name: tensor} for name, tensor in weights) if self.one_by_one else [dict(weights)]
+        rounded = ((name, tensor.to(self.dtype)) for name, tensor in weights)
+        parts = ({name: tensor} for name, tensor in rounded) if self.one_by_one else [dict(rounded)]
         for part in parts:
             yield from _converted(self.model, self.engine, part).items()
 

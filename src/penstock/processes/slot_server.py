@@ -43,6 +43,7 @@ from penstock.supervisor.procfs import boot_id
 from penstock.supervisor.runtime import runtime_dirs
 from penstock.trainer.checkpoint import stored_version
 from penstock.types import NO_VERSION, WeightsHandle
+from penstock.weights.adapters import MergingReceiver
 from penstock.weights.collective import Groups, max_bucket_bytes
 from penstock.weights.receiver import Receiver
 from penstock.weights.shared_memory import describe, fingerprint, layout
@@ -78,12 +79,11 @@ def make_update(runner: EngineRunner, receive: Receive) -> WeightsUpdate:
     So the pause of a commit lasts only as long as a copy within the device.
     """
     device = runner.engine.model.device
-    copy_stream = CopyStream(device)
+    copy_stream, receive_whole = CopyStream(device), MergingReceiver(receive, device)
 
     def receive_there(handle: WeightsHandle) -> Tensors:
-        named = receive(handle)
         with copy_stream():
-            return {name: tensor.to(device) for name, tensor in named.items()}
+            return receive_whole(handle)
 
     def fingerprint_of(tensors: Tensors) -> str:
         with copy_stream():

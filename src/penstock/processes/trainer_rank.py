@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -34,7 +35,7 @@ from penstock.supervisor.child import ADDRESS
 from penstock.supervisor.janitor import RUNTIME_DIR
 from penstock.trainer.critic import Critic
 from penstock.trainer.learner import Learner
-from penstock.trainer.lora import plain_parameters
+from penstock.trainer.lora import describe_adapters, plain_parameters, targets_of
 from penstock.trainer.memory import decided
 from penstock.trainer.model_role import ModelRole
 from penstock.trainer.ranks import Ranks, Rendezvous
@@ -43,7 +44,8 @@ from penstock.trainer.saving import Rest
 from penstock.trainer.shards import WeightRows
 from penstock.trainer.strategy import is_sharded
 from penstock.trainer.warm_start import Imitation
-from penstock.weights.publication import Publication, WeightsPublisher
+from penstock.types import AdaptersForm
+from penstock.weights.publication import NotPublished, Publication, WeightsPublisher
 
 LOOPBACK = "127.0.0.1"
 Held = TypeVar("Held", Critic, Reference)
@@ -57,6 +59,33 @@ def of_held(method: Callable[..., Any], mode: Mode | None = None, **declaration:
         return getattr(rank._held, method.__name__)(*arguments, **named)
 
     return remote_method(mode, **declaration)(call)
+
+
+class OpenedFolders(NamedTuple):
+    """Folders of weights that are being written."""
+
+    folder: Path
+    """Of a version."""
+    base: Path | None = None
+    """Of the weights to which the version's adapters are added; None if they are written already, or there are none."""
+
+
+class PublishedForms(NamedTuple):
+    """The forms of what is published."""
+
+    whole: PublishedForm
+    """Of each version; with `adapters`, of their base."""
+    adapters: PublishedForm | None
+    """Of each version, if only adapters travel."""
+
+
+@contextmanager
+def _all_of(parts: Iterable[tuple[PublishedForm, Publication]]) -> Iterator[None]:
+    """Keep all publications open for the body. An error of the body ends all of them."""
+    with ExitStack() as stack:
+        for _, publication in parts:
+            stack.enter_context(publication)
+        yield
 
 
 class TrainerRank:
@@ -165,6 +194,7 @@ class Actor(TrainerRank):
         trains_first = config.model.warm_start.steps > 0
         self._model = self._policy(model_dir, weights=config.model.path != "tiny", whole=trains_first)
         self._publisher = WeightsPublisher(weights_dir) if self._ranks.is_first else None
+        self._model_dir = model_dir
         self._first_version = 0
 
     @remote_method(dispatch={"batch": Shard(uneven="allow")}, collect=reduce(add))
@@ -186,50 +216,82 @@ class Actor(TrainerRank):
     write_policy = of_held(Learner.write_policy)
 
     @remote_method(collect=first)
-    def open_weights(self) -> Path | None:
-        """On rank 0, make the file of the present weights, in the form that servers load, and return its folder. The
-        weights before are complete by then."""
+    def open_weights(self) -> OpenedFolders | None:
+        """On rank 0, make the files of the present weights, in the form that servers load, and return their folders.
+        The weights before are complete by then."""
         self._held.await_published()
-        form, version = self._form, self._held.policy_version
-        return None if self._publisher is None else self._publisher.open(form.layout, version).folder
+        forms, version, publisher = self._forms, self._held.policy_version, self._publisher
+        if publisher is None:
+            return None
+        if forms.adapters is None:
+            return OpenedFolders(publisher.open(forms.whole.layout, version).folder)
+        base = publisher.open_base(forms.whole.layout).folder if publisher.base() is None else None
+        folder = publisher.open(forms.adapters.layout, version, adapters=True).folder
+        lora = self._config.trainer.lora
+        assert lora is not None
+        describe_adapters(forms.adapters.layout, lora, folder, base=str(self._model_dir))
+        return OpenedFolders(folder, base)
 
     @remote_method()
-    def publish(self, folder: Path) -> None:
-        """Write the present weights to the file that `open_weights` made.
+    def publish(self, opened: OpenedFolders) -> None:
+        """Write the present weights to the files that `open_weights` made.
 
         If every rank can write its own rows, this only begins it, and other calls may follow at once. Else rank 0
         writes the weights one by one, gathered from all ranks.
         """
-        publication, held = Publication(folder, self._form.layout), self._held
-        if self._share_node and self._form.names is not None and self._config.trainer.lora is None:
-            held.read_rows(partial(self._write_rows, publication, held.policy_version))
+        held, forms = self._held, self._forms
+        parts: list[tuple[PublishedForm, Publication]] = []
+        if forms.adapters is None or opened.base is not None:
+            parts.append((forms.whole, Publication(opened.base or opened.folder, forms.whole.layout)))
+        if forms.adapters is not None:
+            parts.append((forms.adapters, Publication(opened.folder, forms.adapters.layout, adapters=True)))
+        is_merged = self._config.trainer.lora is not None and forms.adapters is None
+        if self._share_node and not is_merged and all(form.names is not None for form, _ in parts):
+            held.read_rows(partial(self._write_rows, parts, held.policy_version))
             return
-        gathered = ((name, tensor.to(self._dtype)) for name, tensor in held.gathered_weights())
-        if not self._ranks.is_first:
-            deque(gathered, maxlen=0)  # the other ranks only take part
+        if not self._ranks.is_first:  # it only takes part
+            for form, _ in parts:
+                deque(held.gathered_weights(form.part), maxlen=0)
             return
-        with publication:
-            publication.write_whole(self._form.converted(gathered), held.policy_version)
+        with _all_of(parts):
+            for form, publication in parts:
+                weights = form.converted(held.gathered_weights(form.part))
+                publication.write_whole(weights, held.policy_version, adapters=self._adapters(form))
 
-    def _write_rows(self, publication: Publication, policy_version: int, weights: list[WeightRows]) -> Rest | None:
-        """Write this rank's rows. Rank 0 returns what completes the file, which needs the weights no more."""
-        shard, names = self._held.shard, self._form.names
-        assert names is not None
+    def _write_rows(
+        self, parts: Sequence[tuple[PublishedForm, Publication]], policy_version: int, weights: list[WeightRows]
+    ) -> Rest | None:
+        """Write this rank's rows. Rank 0 returns what completes the files, which needs the weights no more."""
+        shard = self._held.shard
         if not shard.is_saved:
             return None
-        with publication:
-            for weight in weights:
-                for name in names[weight.name]:
-                    publication.write(name, weight.rows, weight.first_row)
-            publication.written(shard.number)
+        with _all_of(parts):
+            for form, publication in parts:
+                assert form.names is not None
+                for weight in weights:
+                    for name in form.names.get(weight.name, ()):
+                        publication.write(name, weight.rows, weight.first_row)
+                publication.written(shard.number)
         if shard.number > 0:
             return None
 
         def finish() -> None:
-            with publication:
-                publication.finish(policy_version, shard.num_shards)
+            with _all_of(parts):
+                for form, publication in parts:
+                    publication.finish(policy_version, shard.num_shards, adapters=self._adapters(form))
 
         return finish
+
+    def _adapters(self, form: PublishedForm) -> AdaptersForm | None:
+        """Return what a handle says about weights of this form, on rank 0, when their base is complete."""
+        if form.part != "adapters":
+            return None
+        lora, targets = self._config.trainer.lora, targets_of(self._held.model)
+        base = None if self._publisher is None else self._publisher.base()
+        if base is None:
+            raise NotPublished("the weights to which the adapters are added could not be written")
+        assert lora is not None and targets is not None
+        return AdaptersForm(base=base, rank=lora.rank, alpha=lora.alpha, targets=targets)
 
     @remote_method()
     def read(self, directory: Path, policy_version: int) -> None:
@@ -263,9 +325,18 @@ class Actor(TrainerRank):
         )
 
     @cached_property
-    def _form(self) -> PublishedForm:
-        parameters = dict(plain_parameters(self._held.model))
-        return PublishedForm.of(self._model, parameters, engine=self._config.rollout.engine, dtype=self._dtype)
+    def _forms(self) -> PublishedForms:
+        """The forms of what is published. Adapters travel alone if the servers can add them to their weights."""
+        config, model = self._config, self._held.model
+        sends_adapters = config.sends_adapters and targets_of(model) is not None
+        whole = PublishedForm.of(
+            self._model,
+            dict(plain_parameters(model)),
+            engine=config.rollout.engine,
+            dtype=self._dtype,
+            part="base" if sends_adapters else "merged",
+        )
+        return PublishedForms(whole, PublishedForm.of_adapters(model) if sends_adapters else None)
 
 
 class PolicyCopyRank(TrainerRank, Generic[Held]):

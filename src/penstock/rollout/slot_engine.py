@@ -274,8 +274,9 @@ class SlotEngine:
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, torch.Tensor], policy_version: int) -> None:
-        """Copy new weights into the model. Running sequences continue, and the prefix cache becomes empty. Raises
-        ValueError, with nothing changed, if a weight does not fit or the version is not newer."""
+        """Copy new weights into the model. Running sequences continue, and the prefix cache becomes empty. Weights that
+        are the model's own are not copied. Raises ValueError, with nothing changed, if a weight does not fit or the
+        version is not newer."""
         if policy_version <= self.policy_version:
             raise ValueError(f"policy_version {policy_version} is not newer than {self.policy_version}")
         parameters = self.parameters()
@@ -286,7 +287,8 @@ class SlotEngine:
         for sequence in self._rows.sequences:
             sequence.close_span(self.policy_version)
             sequence.keys_are_served = False
-        torch._foreach_copy_(list(parameters.values()), [fitted[name] for name in parameters])
+        if changed := [name for name, own in parameters.items() if fitted[name] is not own]:
+            torch._foreach_copy_([parameters[name] for name in changed], [fitted[name] for name in changed])
         self.policy_version = policy_version
 
     def forget_weights(self) -> list[Finished]:

@@ -27,7 +27,7 @@ from penstock.observe.log_lines import Paced
 from penstock.rollout.generator import Conflict
 from penstock.rollout.model_check import fit_tensors
 from penstock.rollout.runner import EngineRunner
-from penstock.types import MAX_VERSION, NO_VERSION, UpdateMode, WeightsHandle
+from penstock.types import MAX_VERSION, NO_VERSION, AdaptersForm, UpdateMode, WeightsHandle
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,10 @@ class StagedWeights:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     fingerprint: str | None = None
     """The fingerprint of the handle. The weights were verified against it."""
+    adapters: AdaptersForm | None = None
+    """The form of the adapters that were added to a base, or None."""
+    sum_fingerprint: str | None = None
+    """The fingerprint of the weights with these adapters, or None without adapters."""
     bracketed: bool = False
     """The update is served when its sender ends the bracket, not as soon as it is complete."""
     refused: str | None = None
@@ -105,6 +109,9 @@ class WeightsUpdate:
         self._lease: asyncio.TimerHandle | None = None
         self._ending_pause: asyncio.Task[None] | None = None
         self._served: CommittedWeights | None = None
+        self._base: tuple[str, frozenset[str]] | None = None
+        """(fingerprint of the base, names of the weights with adapters), if the engine serves adapters. Its other
+        weights are then those of the base."""
 
     def _exclusive(self) -> AbstractAsyncContextManager[None]:
         """Return a context manager that admits one call at a time."""
@@ -134,7 +141,9 @@ class WeightsUpdate:
             async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource=handle.path, holder="its storage"):
                 tensors = dict(await asyncio.to_thread(self._map, handle))
             staged.policy_version, staged.tensors = handle.policy_version, tensors
-            staged.fingerprint = handle.fingerprint
+            staged.fingerprint, staged.adapters = handle.fingerprint, handle.adapters
+            if handle.adapters is not None:
+                staged.sum_fingerprint = await self._fingerprint_of(tensors)
             self._stage(staged)
             return handle
 
@@ -283,21 +292,34 @@ class WeightsUpdate:
             raise Conflict("generation is paused, so running answers cannot end: continue, or commit in another mode")
         if self._runner.policy_version != policy_version:  # if equal, an earlier commit took effect after its deadline
             self._draining = mode == "drain"
+            tensors = self._changed(staged)
+            self._base = None
             seconds = DRAIN_TIMEOUT_S if self._draining else LOAD_TIMEOUT_S
             try:
                 async with deadline(seconds, waiter="server", resource="a weights update", holder="the engine"):
-                    pause_s = await self._runner.load_weights(staged.tensors, policy_version, mode=mode)
+                    pause_s = await self._runner.load_weights(tensors, policy_version, mode=mode)
             finally:
                 self._draining = False
-            num_bytes = sum(tensor.nbytes for tensor in staged.tensors.values())
+            own = self._runner.engine.parameters()
+            num_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if tensor is not own.get(name))
             self._log.info(
                 f"serves the weights of policy_version {policy_version}: {num_bytes:,} bytes, received and loaded in "
                 f"{time.monotonic() - staged.begun_at:.3f} s, generation paused for {pause_s:.3f} s"
             )
         # This runs in parallel with generation. Only a commit writes weights, and this commit holds the lock.
         found = await self._fingerprint_of(self._runner.engine.parameters())
+        if staged.adapters is not None and staged.fingerprint is not None and found == staged.sum_fingerprint:
+            self._base, found = _base_of(staged.adapters), staged.fingerprint
         self._served = CommittedWeights(policy_version, found)
         return self._served
+
+    def _changed(self, staged: StagedWeights) -> Tensors:
+        """Return what to load. If the engine has the base of the staged adapters, its own weights stand for those that
+        are the same."""
+        if staged.adapters is None or self._base != _base_of(staged.adapters):
+            return staged.tensors
+        targets = staged.adapters.targets
+        return self._runner.engine.parameters() | {name: staged.tensors[name] for name in targets}
 
     async def _fingerprint_of(self, tensors: Tensors) -> str:
         async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource="a fingerprint", holder="a thread"):
@@ -388,3 +410,7 @@ class WeightsUpdate:
         """End the pause during which `staged` was staged, unless it has ended or another pause has begun since."""
         if staged.pause == self._runner.num_pauses and self._runner.engine.paused:
             self._ending_pause = asyncio.get_running_loop().create_task(self._runner.continue_generation())
+
+
+def _base_of(adapters: AdaptersForm) -> tuple[str, frozenset[str]]:
+    return adapters.base.fingerprint, frozenset(adapters.targets)

@@ -101,8 +101,9 @@ class ActorCritic:
     def publish(self) -> Path:
         """Begin to write the weights in the format that servers load, and return the folder where their handle will
         be."""
-        folder: Path = self._actor.open_weights()
-        self._actor.publish(folder)
+        opened = self._actor.open_weights()
+        self._actor.publish(opened)
+        folder: Path = opened.folder
         return folder
 
     def write(self, directory: Path) -> None:

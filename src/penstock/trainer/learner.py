@@ -59,11 +59,12 @@ from penstock.trainer.canaries import Canaries
 from penstock.trainer.criterion import Criterion
 from penstock.trainer.forward import token_logprobs
 from penstock.trainer.lora import (
+    Part,
     adapted_parameters,
     attach,
     is_adapter,
     merged_weights,
-    plain_parameters,
+    weights_of,
     write_adapters,
 )
 from penstock.trainer.losses.objective import batch_mask
@@ -336,21 +337,22 @@ class Learner(ModelRole):
         All ranks must call this.
         """
         found = {}
-        for name, tensor in self.gathered_weights():
+        for name, tensor in self.gathered_weights("merged"):
             if self._ranks.is_first:
                 found[name] = tensor
         return found
 
-    def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters by name, adapters merged, each tied parameter once, gathered from all ranks one at a
-        time. All ranks must take all of them."""
-        for name, tensor in merged_weights(self.model):
+    def gathered_weights(self, part: Part) -> Iterator[tuple[str, Tensor]]:
+        """Yield a part of the weights by name, each tied parameter once, gathered from all ranks one at a time. All
+        ranks must take all of them."""
+        for name, tensor in weights_of(self.model, part):
             yield name, whole(tensor)
 
     def read_rows(self, read: Callable[[list[WeightRows]], Rest | None]) -> None:
-        """Begin `read` with this rank's rows of all weights, on a thread of its own, and then what it returns. Calls
-        that change the weights wait until `read` returns. The model has no adapters."""
-        rows = [WeightRows(name, first_row(each), local(each)) for name, each in plain_parameters(self.model)]
+        """Begin `read` with this rank's rows of all weights and adapters, on a thread of its own, and then what it
+        returns. Calls that change the weights wait until `read` returns."""
+        named = [*weights_of(self.model, "base"), *weights_of(self.model, "adapters")]
+        rows = [WeightRows(name, first_row(each), local(each)) for name, each in named]
         self._publishing = Reader(partial(read, rows), device=self._device, purpose="published weights")
 
     def await_published(self) -> None:

@@ -1,13 +1,14 @@
-"""Low-rank adapters (Hu et al., arXiv 2106.09685) through peft: adapters are trained, and merged weights are served."""
+"""Low-rank adapters (Hu et al., arXiv 2106.09685) through peft: adapters are trained, and servers add them to the
+weights that they have (`model/low_rank.py`)."""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,9 +17,14 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from penstock.config import ConfigError, LoraConfig
+from penstock.model.low_rank import PREFIX, merged
 from penstock.trainer.shards import like
 
 ADAPTER = "default"
+
+Part = Literal["merged", "base", "adapters"]
+"""Which weights of a model: all, with their adapters; all, without them; or the adapters alone, by their names in
+peft's files. Without adapters, the first two are the same."""
 
 
 def attach(model: PreTrainedModel, config: LoraConfig, dtype: torch.dtype = torch.float32) -> None:
@@ -98,24 +104,30 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 def write_adapters(adapted: Mapping[str, Tensor], config: LoraConfig, directory: Path, *, base: str) -> None:
     """Write the adapters among `adapted` to the new `directory`, in peft's format, for the model `base`."""
-    from peft import LoraConfig as PeftConfig
     from safetensors.torch import save_file
 
-    weights = {
-        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": value.contiguous()
-        for name, value in adapted.items()
-        if is_adapter(name)
-    }
+    weights = {_file_name(name): value.contiguous() for name, value in adapted.items() if is_adapter(name)}
     directory.mkdir()
+    describe_adapters(weights, config, directory, base=base)
+    save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def describe_adapters(names: Iterable[str], config: LoraConfig, directory: Path, *, base: str) -> None:
+    """Write the file beside adapters in peft's format that says how they are added to the model `base`."""
+    from peft import LoraConfig as PeftConfig
+
     PeftConfig(
         r=config.rank,
         lora_alpha=config.alpha,
-        target_modules=sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in weights}),
+        target_modules=sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in names}),
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
         inference_mode=True,
     ).save_pretrained(str(directory))
-    save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _file_name(name: str) -> str:
+    return f"{PREFIX}{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def _shared(model: PreTrainedModel) -> str | None:
@@ -129,6 +141,30 @@ def _shared(model: PreTrainedModel) -> str | None:
     return next((name.partition(".base_layer.")[0] for name in shared), None)
 
 
+def weights_of(model: PreTrainedModel, part: Part) -> Iterator[tuple[str, Tensor]]:
+    """Yield a part of the model's weights by name, each tied weight once."""
+    match part:
+        case "merged":
+            yield from merged_weights(model)
+        case "base":
+            yield from plain_parameters(model)
+        case "adapters":
+            for name, parameter in model.named_parameters():
+                if is_adapter(name):
+                    yield _file_name(name), parameter.detach()
+
+
+def targets_of(model: PreTrainedModel) -> tuple[str, ...] | None:
+    """Return the names of the weights with adapters; None if adapters of a layer are not added as `change_of` does: it
+    is no `torch.nn.Linear`."""
+    layers: list[tuple[str, Any]] = [
+        (name, module) for name, module in model.named_modules() if hasattr(module, "get_delta_weight")
+    ]
+    if any(not isinstance(module.get_base_layer(), torch.nn.Linear) for _, module in layers):
+        return None
+    return tuple(f"{name}.weight" for name, _ in layers)
+
+
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights of the model by name, adapters merged, under their names without adapters."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
@@ -137,7 +173,7 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if module in layers and attribute == "weight":
             change = layers[module].get_delta_weight(ADAPTER).detach()
             change = like(change, weight) if isinstance(change, DTensor) else change
-            yield name, (weight + change).to(weight.dtype)
+            yield name, merged(weight, change)
         else:
             yield name, weight
 

@@ -117,22 +117,32 @@ class Offers:
         use_interface_of(host)
         self._host = host
         self._newest: list[Offer] = []
+        self._bases: list[Offer] = []
+        """The weights to which the newest adapters are added, if there are any."""
 
     def add(self, handle: WeightsHandle) -> WeightsHandle:
-        """Offer a version. Return its handle, with the place where machines meet."""
-        for offer in self._newest:
+        """Offer a version, and what its adapters are added to. Return its handle, with the places where machines
+        meet."""
+        meeting, form = self._offered(handle, self._newest, kept=KEPT_OFFERS), handle.adapters
+        if form is not None:
+            base = replace(form.base, meeting=self._offered(form.base, self._bases, kept=1))
+            form = replace(form, base=base)
+        return replace(handle, meeting=meeting, adapters=form)
+
+    def _offered(self, handle: WeightsHandle, offers: list[Offer], *, kept: int) -> str:
+        for offer in offers:
             if offer.handle == handle:
-                return replace(handle, meeting=offer.meeting)
-        self._newest.append(Offer(handle, self._host))
-        while len(self._newest) > KEPT_OFFERS:
-            self._newest.pop(0).withdraw()
-        return replace(handle, meeting=self._newest[-1].meeting)
+                return offer.meeting
+        offers.append(Offer(handle, self._host))
+        while len(offers) > kept:
+            offers.pop(0).withdraw()
+        return offers[-1].meeting
 
     def close(self) -> None:
         """Withdraw all offers."""
-        for offer in self._newest:
-            offer.withdraw()
-        self._newest.clear()
+        for offers in (self._newest, self._bases):
+            while offers:
+                offers.pop().withdraw()
 
 
 def collect(handle: WeightsHandle, file: BinaryIO) -> None:

@@ -6,6 +6,9 @@
 
 The file gets its final name only when it is complete. Only its owner can read it (0600). Ranks and trainer share the
 folder, so no message has to pass between them while passes run.
+
+A version may be a file of adapters alone. The weights to which they are added, the base, then have a folder of their
+own, which stays while the publisher lives.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torch import Tensor
 
 from penstock.deadline import Stalled
 from penstock.ticks import tick
-from penstock.types import WeightsHandle
+from penstock.types import AdaptersForm, WeightsHandle
 from penstock.weights.shared_memory import Layout, file_in, fingerprint, mapped
 
 KEPT_VERSIONS = 3
@@ -39,6 +42,8 @@ LOOK_S, LONGEST_LOOK_S = 0.001, 0.05
 """Seconds between two looks at a folder: a tenth of the wait so far, within these bounds."""
 UNFINISHED, OUTCOME, WRITTEN = "model.unfinished", "outcome.json", "written-"
 """Names of the files in a folder before it is complete."""
+BASE = "base"
+"""Name of the folder with the weights to which adapters are added."""
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """Names of dtypes in the header of a safetensors file."""
 
@@ -57,9 +62,10 @@ class Outcome(msgspec.Struct, kw_only=True):
 class Publication:
     """A file of weights that is being written. Every rank has one for itself."""
 
-    def __init__(self, folder: Path, form: Layout) -> None:
-        """`folder`: of this version alone. `form`: of all tensors."""
+    def __init__(self, folder: Path, form: Layout, *, adapters: bool = False) -> None:
+        """`folder`: of this version alone. `form`: of all tensors. `adapters`: they are adapters."""
         self.folder, self._form = folder, form
+        self._path = file_in(folder, adapters=adapters)
         self._header, self._starts = _header(form)
         self._fd: int | None = None
         self._staging: Tensor | None = None
@@ -79,7 +85,7 @@ class Publication:
         """Make the file, without tensors."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for left in self.folder.iterdir():
-            if left != file_in(self.folder):  # servers may still have to map it
+            if left != self._path:  # servers may still have to map it
                 left.unlink()
         fd = os.open(self.folder / UNFINISHED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         try:
@@ -103,30 +109,39 @@ class Publication:
         """Note that all rows of a shard are written."""
         (self.folder / f"{WRITTEN}{shard}").touch()
 
-    def write_whole(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> WeightsHandle:
-        """Write all tensors one after the other, and complete the file."""
+    def write_whole(
+        self, weights: Iterable[tuple[str, Tensor]], policy_version: int, *, adapters: AdaptersForm | None = None
+    ) -> WeightsHandle:
+        """Write all tensors one after the other, and complete the file. `adapters`: see `WeightsHandle`."""
         for name, tensor in weights:
             self.write(name, tensor)
-        return self._completed(policy_version)
+        return self._completed(policy_version, adapters)
 
-    def finish(self, policy_version: int, num_shards: int = 1) -> WeightsHandle | None:
+    def finish(
+        self, policy_version: int, num_shards: int = 1, *, adapters: AdaptersForm | None = None
+    ) -> WeightsHandle | None:
         """Wait until all shards are written, and complete the file. Return None if another rank has failed.
 
-        Raises `Stalled` if nothing more is written for `SILENCE_S`.
+        `adapters`: see `WeightsHandle`. Raises `Stalled` if nothing more is written for `SILENCE_S`.
         """
         if not self._await_shards(num_shards):
             return None
-        handle = self._completed(policy_version)
+        handle = self._completed(policy_version, adapters)
         for shard in range(num_shards):
             (self.folder / f"{WRITTEN}{shard}").unlink(missing_ok=True)
         return handle
 
-    def _completed(self, policy_version: int) -> WeightsHandle:
-        unfinished, path = self.folder / UNFINISHED, file_in(self.folder)
-        checksum = fingerprint(mapped(unfinished, self._form))
+    def _completed(self, policy_version: int, adapters: AdaptersForm | None) -> WeightsHandle:
+        unfinished, path = self.folder / UNFINISHED, self._path
+        checksum = fingerprint(mapped(unfinished, self._form), adapters)
         unfinished.rename(path)
-        num_bytes = path.stat().st_size
-        handle = WeightsHandle(policy_version=policy_version, path=str(path), num_bytes=num_bytes, fingerprint=checksum)
+        handle = WeightsHandle(
+            policy_version=policy_version,
+            path=str(path),
+            num_bytes=path.stat().st_size,
+            fingerprint=checksum,
+            adapters=adapters,
+        )
         self._end(Outcome(handle=handle))
         return handle
 
@@ -161,10 +176,28 @@ class WeightsPublisher:
         left = (path for path in directory.glob("*/") if path.name.isdecimal())
         self._folders = sorted(left, key=lambda path: int(path.name))
         """Published folders, oldest first, including the folders of an earlier publisher that died."""
+        self._has_opened_base = False
 
-    def open(self, form: Layout, policy_version: int) -> Publication:
-        """Make the file of one version, and remove the oldest ones."""
-        opened = Publication(self.directory / str(policy_version), form)
+    def open_base(self, form: Layout) -> Publication:
+        """Make the file of the weights to which the adapters of versions are added."""
+        opened = Publication(self.directory / BASE, form)
+        opened.create()
+        self._has_opened_base = True
+        return opened
+
+    def base(self) -> WeightsHandle | None:
+        """Return the handle of the base; None if this publisher has not written it, or its file is gone."""
+        folder = self.directory / BASE
+        if not self._has_opened_base or not file_in(folder).exists():
+            return None
+        try:
+            return handle_in(folder)
+        except NotPublished:
+            return None
+
+    def open(self, form: Layout, policy_version: int, *, adapters: bool = False) -> Publication:
+        """Make the file of one version, and remove the oldest ones. `adapters`: it has adapters alone."""
+        opened = Publication(self.directory / str(policy_version), form, adapters=adapters)
         opened.create()
         self._folders = [folder for folder in self._folders if folder != opened.folder] + [opened.folder]
         while len(self._folders) > KEPT_VERSIONS:
@@ -196,7 +229,8 @@ class Watch:
     """Watches a publication that is being written."""
 
     def __init__(self, folder: Path, *, waiter: str) -> None:
-        self._file, self._waiter = folder / UNFINISHED, waiter
+        self._folder, self._waiter = folder, waiter
+        self._files = [each / UNFINISHED for each in (folder, folder.parent / BASE)]
         self._began = self._last = time.monotonic()
         self._arrived = -1
 
@@ -205,13 +239,15 @@ class Watch:
 
         Raises `Stalled` if nothing was written for `SILENCE_S`.
         """
-        now = time.monotonic()
-        with suppress(FileNotFoundError):  # it has just been completed
-            if (arrived := self._file.stat().st_blocks) != self._arrived:
-                self._arrived, self._last = arrived, now
-                tick()
+        now, arrived = time.monotonic(), 0
+        for file in self._files:
+            with suppress(FileNotFoundError):  # it has just been completed, or there is no base to write
+                arrived += file.stat().st_blocks
+        if arrived != self._arrived:
+            self._arrived, self._last = arrived, now
+            tick()
         if now - self._last > SILENCE_S:
-            resource = f"the weights in {self._file.parent}"
+            resource = f"the weights in {self._folder}"
             raise Stalled(waiter=self._waiter, resource=resource, holder="the trainer's ranks", seconds=SILENCE_S)
         return min(max((now - self._began) / 10, LOOK_S), LONGEST_LOOK_S)
 

@@ -30,7 +30,8 @@ from penstock.ports.inference import WeightsOutOfReach
 from penstock.runtime.file_service import WEIGHTS, FileUnavailable, link, read_range, without_token
 from penstock.types import WeightsHandle, WeightsTransport
 from penstock.weights import broadcast
-from penstock.weights.shared_memory import Layout, WeightsMismatch, file_in, receive
+from penstock.weights.adapters import layout_of_adapters
+from penstock.weights.shared_memory import Layout, WeightsMismatch, receive
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,12 @@ def linked(handle: WeightsHandle, *, service: str, secret: str, machine: str) ->
 
     `service`: address of this machine's file service. `machine`: this machine's boot id.
     """
-    path = file_in(Path(WEIGHTS) / str(handle.policy_version))
-    return replace(handle, machine=machine, url=link(service, str(path), secret))
+    folder, name = Path(handle.path).parts[-2:]
+    adapters = handle.adapters
+    if adapters is not None:
+        adapters = replace(adapters, base=linked(adapters.base, service=service, secret=secret, machine=machine))
+    url = link(service, str(Path(WEIGHTS) / folder / name), secret)
+    return replace(handle, machine=machine, url=url, adapters=adapters)
 
 
 class NotCarried(RuntimeError):
@@ -94,30 +99,32 @@ class Receiver:
         self._carriers = carriers or CARRIERS
         self.transport: WeightsTransport = "shared_memory"
         """How the latest weights came to this machine, if this receiver got them; else it mapped a file here."""
-        header = MAX_HEADER_BYTES + HEADER_BYTES * len(expected)
-        self._max_bytes = header + sum(math.prod(shape) * dtype.itemsize for shape, dtype in expected.values())
 
     def __call__(self, handle: WeightsHandle) -> dict[str, Tensor]:
-        """Return the mapped weights by name.
+        """Return the mapped weights by name; of a handle of adapters, the adapters.
 
         Raises `WeightsMismatch` if they differ from the handle or the model, and `WeightsOutOfReach` if they cannot be
         transferred.
         """
         self._check(handle)
+        expected = self._expected
+        if handle.adapters is not None:
+            expected = layout_of_adapters(handle.adapters, expected)
         if not handle.url or (handle.machine == self._machine and Path(handle.path).exists()):
             self.check_place(Path(handle.path))
             self.transport = "shared_memory"
-            return receive(handle, self._expected)
-        if not 0 < handle.num_bytes <= self._max_bytes:
-            raise WeightsMismatch(f"weights of this model have at most {self._max_bytes} bytes, not {handle.num_bytes}")
+            return receive(handle, expected)
+        if not 0 < handle.num_bytes <= (most := _max_bytes(expected)):
+            raise WeightsMismatch(f"weights of this model have at most {most} bytes, not {handle.num_bytes}")
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = self._directory / f"{handle.policy_version}-{handle.fingerprint}.safetensors"
+        path = self._directory / _file_name(handle)
+        kept = [path.name] if handle.adapters is None else [path.name, _file_name(handle.adapters.base)]
         for left in self._directory.iterdir():
-            if not left.name.startswith(path.name):
+            if not left.name.startswith(tuple(kept)):
                 left.unlink(missing_ok=True)
         try:
             self._obtain(handle, path)
-            return receive(replace(handle, path=str(path)), self._expected)
+            return receive(replace(handle, path=str(path)), expected)
         except WeightsMismatch:
             path.unlink(missing_ok=True)
             raise
@@ -183,6 +190,17 @@ class Receiver:
         finally:
             unfinished.unlink(missing_ok=True)
         raise WeightsOutOfReach(f"policy_version {handle.policy_version} cannot be read {', nor '.join(failures)}")
+
+
+def _file_name(handle: WeightsHandle) -> str:
+    """Return the name of the received file of a handle."""
+    return f"{handle.policy_version}-{handle.fingerprint}.safetensors"
+
+
+def _max_bytes(expected: Layout) -> int:
+    """Return the most bytes that a file with these tensors has."""
+    header = MAX_HEADER_BYTES + HEADER_BYTES * len(expected)
+    return header + sum(math.prod(shape) * dtype.itemsize for shape, dtype in expected.values())
 
 
 def _by_broadcast(handle: WeightsHandle, file: BinaryIO) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from penstock.ticks import tick
-from penstock.types import WeightsHandle
+from penstock.types import AdaptersForm, WeightsHandle
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype by parameter name."""
@@ -31,9 +31,10 @@ class WeightsMismatch(ValueError):
     """Weights differ from the handle or the model. The message names the first difference."""
 
 
-def file_in(folder: Path) -> Path:
-    """Return the path of the published file in the folder of a version."""
-    return folder / "model.safetensors"
+def file_in(folder: Path, *, adapters: bool = False) -> Path:
+    """Return the path of the published file in the folder of a version. `adapters`: it has adapters, under the name
+    that peft gives their file."""
+    return folder / ("adapter_model.safetensors" if adapters else "model.safetensors")
 
 
 def receive(handle: WeightsHandle, expected: Layout) -> dict[str, Tensor]:
@@ -46,8 +47,11 @@ def receive(handle: WeightsHandle, expected: Layout) -> dict[str, Tensor]:
     if (num_bytes := _num_bytes(path)) != handle.num_bytes:
         raise WeightsMismatch(f"{path} has {num_bytes} bytes, expected {handle.num_bytes}")
     named = mapped(path, expected)
-    if (found := fingerprint(named)) != handle.fingerprint:
-        raise WeightsMismatch(f"{path} has fingerprint {found}, expected {handle.fingerprint}: its bytes changed")
+    if (found := fingerprint(named, handle.adapters)) != handle.fingerprint:
+        message = f"{path} has fingerprint {found}, expected {handle.fingerprint}: its bytes changed"
+        if handle.adapters is not None:
+            message += f", or its adapters do not belong to base {handle.adapters.base.fingerprint}"
+        raise WeightsMismatch(message)
     return named
 
 
@@ -67,9 +71,12 @@ def layout(named: Mapping[str, Tensor]) -> Layout:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in named.items()}
 
 
-def fingerprint(named: Mapping[str, Tensor]) -> str:
-    """Return a checksum over names, shapes, dtypes and bytes, independent of order and file format."""
+def fingerprint(named: Mapping[str, Tensor], adapters: AdaptersForm | None = None) -> str:
+    """Return a checksum over names, shapes, dtypes and bytes, independent of order and file format. `adapters`: what
+    the tensors are added to and how, if they are adapters."""
     names, digest = sorted(named), hashlib.blake2b(digest_size=16)
+    if adapters is not None:
+        digest.update(f"{adapters.base.fingerprint} {adapters.rank} {adapters.alpha}\n".encode())
     with ThreadPoolExecutor(HASHING_THREADS, "fingerprint") as threads:
         for name, checksum in zip(names, threads.map(_checksum, [named[name] for name in names]), strict=True):
             digest.update(f"{name} {tuple(named[name].shape)} {named[name].dtype} {checksum}\n".encode())
