@@ -17,11 +17,11 @@ def line_of(*requests: tuple[int, int], num_slots: int = 16) -> AdmissionQueue:
     return line
 
 
-def admitted(line: AdmissionQueue, free: int) -> list[tuple[int, list[int]]]:
+def admitted(line: AdmissionQueue, free: int, room: int = 10_000) -> list[tuple[int, list[int]]]:
     """(prompt tokens, sample indices) of what goes in."""
     return [
         (len(admission.prompt_ids), [sequence.index for sequence in admission.sequences])
-        for admission in line.admit(free)
+        for admission in line.admit(free, room)
     ]
 
 
@@ -58,7 +58,7 @@ def test_leaving_gives_back_what_never_started() -> None:
     line = AdmissionQueue(PrefixCache(64), num_slots=4, eos_ids=frozenset())
     running = RunningRequest(make_request("a", [5], seeds=(1, 2, 3)))
     line.add(running)
-    line.admit(1)
+    line.admit(1, 10_000)
     assert [sequence.index for sequence in line.remove(running)] == [1, 2]
     assert line.remove(running) == []
     assert line.num_samples == 0

@@ -63,6 +63,7 @@ def make_engine(
     policy_version: int = 0,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
+    num_tokens: int | None = None,
     num_cached: int | None = None,
 ) -> SlotEngine:
     return SlotEngine(
@@ -70,6 +71,7 @@ def make_engine(
         num_slots=num_slots,
         max_context=MAX_CONTEXT,
         policy_version=policy_version,
+        num_tokens=num_tokens,
         num_cached=num_cached,
     )
 

@@ -1,4 +1,5 @@
-"""The first-come-first-served queue of requests that wait for slots. It computes each prompt as rarely as possible.
+"""The first-come-first-served queue of requests that wait for a slot and memory. It computes each prompt as rarely as
+possible.
 
 A prompt that begins with cached tokens reuses their keys and values. A prompt with more other tokens than one step may
 compute is computed in parts: each step computes a part, the prefix cache keeps it, and the next step finds it there.
@@ -9,8 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import count
 
-from penstock.rollout.prefix_cache import BLOCK_TOKENS, Node, PrefixCache
+from penstock.rollout.prefix_cache import BLOCK_TOKENS, Node, PrefixCache, blocks_of
 from penstock.rollout.slot_rows import RunningRequest, SlotSequence
 from penstock.routed_experts import Record
 
@@ -80,8 +82,10 @@ class AdmissionQueue:
 
     def __init__(self, prefixes: PrefixCache, *, num_slots: int, eos_ids: frozenset[int]) -> None:
         self._prefixes = prefixes
+        self._num_slots = num_slots
         self._largest_batch = max(num_slots // 8, 1)
         self._eos_ids = eos_ids
+        self._numbers = count()
         self._line: deque[RunningRequest] = deque()
         self._returned: deque[SlotSequence] = deque()
         """Samples that lost their slot. They are admitted before all other samples."""
@@ -101,9 +105,9 @@ class AdmissionQueue:
         self._line.append(running)
 
     def requeue(self, sequences: Iterable[SlotSequence]) -> None:
-        """Put samples at the head of the queue. Their keys and values are computed again. Their tokens so far count as
-        part of the prompt."""
-        self._returned.extend(sequences)
+        """Put samples at the head of the queue, the oldest first. Their keys and values are computed again. Their tokens
+        so far count as part of the prompt."""
+        self._returned = deque(sorted((*self._returned, *sequences), key=lambda sequence: sequence.number))
 
     def remove(self, running: RunningRequest) -> list[SlotSequence]:
         """Remove a request from the queue and return its samples that have no slot."""
@@ -115,13 +119,19 @@ class AdmissionQueue:
             mine += self._start(running, running.num_waiting)
         return mine
 
-    def admit(self, free: int, *, new: bool = True) -> list[Admission]:
-        """Return admissions for `free` slots, ordered by prompt length. Without `new`, admit only started samples."""
+    def admit(self, free: int, room: int, *, new: bool = True) -> list[Admission]:
+        """Return admissions for `free` slots, ordered by prompt length. Without `new`, admit only started samples.
+
+        `room`: number of blocks for keys and values. A sample needs those of its prompt and one more, so that it can
+        grow for a while. If nothing is running, the first sample gets what it needs in any case."""
         admissions: list[Admission] = []
-        budget = PREFILL_TOKENS
+        budget, is_idle = PREFILL_TOKENS, free == self._num_slots
         while self._returned and free:
             sequence = self._returned[0]
             prompt_ids = sequence.running.request.prompt_ids + sequence.token_ids
+            num_blocks = blocks_of(len(prompt_ids)) + 1
+            if num_blocks > room and (admissions or not is_idle):
+                break
             admission = self._admission(sequence.running, prompt_ids, sequence.num_routed)
             if admissions and admission.num_computed > budget:
                 break
@@ -130,20 +140,24 @@ class AdmissionQueue:
             admission.sequences.append(self._returned.popleft())
             admissions.append(admission)
             free -= 1
+            room -= num_blocks
             budget -= admission.num_computed
         while new and self._line and not self._returned:
-            running = self._line[0]
+            running, request = self._line[0], self._line[0].request
+            num_blocks = blocks_of(len(request.prompt_ids)) + 1
             if min(running.num_waiting, self._largest_batch) > free:
                 break
-            request = running.request
+            if num_blocks > room and (admissions or not is_idle):
+                break
             admission = self._admission(running, request.prompt_ids, request.routed_from)
             if admissions and admission.num_computed > budget:
                 break
             if self._has_parts(admission):
                 return [self._part(admission)]
-            admission.sequences += self._start(running, min(running.num_waiting, free))
+            admission.sequences += self._start(running, min(running.num_waiting, free, max(room // num_blocks, 1)))
             admissions.append(admission)
             free -= len(admission.sequences)
+            room -= len(admission.sequences) * num_blocks
             budget -= admission.num_computed
             if not running.num_waiting:
                 self._line.popleft()
@@ -167,6 +181,9 @@ class AdmissionQueue:
 
     def _start(self, running: RunningRequest, num_samples: int) -> list[SlotSequence]:
         first = running.num_started
-        started = [SlotSequence(running, index, self._eos_ids) for index in range(first, first + num_samples)]
+        started = [
+            SlotSequence(running, index, self._eos_ids, number=next(self._numbers))
+            for index in range(first, first + num_samples)
+        ]
         running.sequences += started
         return started

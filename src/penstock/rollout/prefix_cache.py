@@ -25,8 +25,6 @@ and to copy."""
 CACHED_SHARE = 1.0
 """Tokens that the cache can hold, for each token that the slots can hold. This is room for about as many unfinished
 episodes as there are slots. With less, the oldest blocks are those of the episode that continues next."""
-LEFT_SHARE = 0.5
-"""Share of an accelerator's memory beside weights and slots that the cache takes at most. The rest is for computing."""
 
 Key = tuple[int, ...]
 """The tokens of a block."""
@@ -53,6 +51,7 @@ class PrefixCache:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self._limit = num_blocks
         self.num_evicted = 0
         """Number of blocks that were evicted for other tokens, so far."""
         self.clear()
@@ -62,12 +61,18 @@ class PrefixCache:
         self._root = Node()
         self._by_age: OrderedDict[Node, None] = OrderedDict()
         """All nodes except the root, the least recently used one first."""
-        self._free = list(range(self.num_blocks))
+        self._free = list(range(self.num_blocks - 1, -1, -1))
 
     @property
     def num_cached(self) -> int:
         """Number of blocks that hold tokens."""
         return len(self._by_age)
+
+    def restrict(self, num_blocks: int) -> None:
+        """Hold at most this many blocks until the next call. The least recently used ones are evicted for it."""
+        self._limit = min(num_blocks, self.num_blocks)
+        while self.num_cached > self._limit:
+            self._free.append(self._evict(next(iter(self._by_age))))
 
     def find(self, token_ids: Sequence[int], *, routed_from: int | None = None) -> list[Node]:
         """Return the path of the longest cached prefix that leaves at least the last of `token_ids` to compute.
@@ -128,16 +133,23 @@ class PrefixCache:
     def _free_block(self, *, keep: Node) -> int | None:
         """Return a block without tokens. Evict the least recently used node if there is none, but not `keep`; then
         return None."""
-        if self._free:
+        if self.num_blocks - len(self._free) < self._limit:
             return self._free.pop()
         oldest = next(iter(self._by_age), keep)
-        if oldest is keep:
-            return None
+        return None if oldest is keep else self._evict(oldest)
+
+    def _evict(self, oldest: Node) -> int:
+        """Forget the least recently used node, and return its block."""
         assert oldest.parent is not None
         del self._by_age[oldest]
         del oldest.parent.children[oldest.key]
         self.num_evicted += 1
         return oldest.block
+
+
+def blocks_of(num_tokens: int) -> int:
+    """Return the number of blocks that hold this many tokens."""
+    return -(-num_tokens // BLOCK_TOKENS)
 
 
 def _keys(token_ids: Sequence[int]) -> list[Key]:

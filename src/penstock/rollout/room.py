@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from penstock.config import Config
 from penstock.model.files import read_json
 from penstock.model.load_policy import resolve_device, resolve_dtype
-from penstock.rollout.prefix_cache import CACHED_SHARE, LEFT_SHARE
+from penstock.rollout.prefix_cache import CACHED_SHARE
 
 SHARE = 0.5
 """Share of the free memory that keys and values may take, with those of the prefix cache. The rest is for the weights,
@@ -52,15 +52,21 @@ def fitting(config: Config, model: Path, *, fixed: Collection[str]) -> tuple[Con
     )
 
 
-def cacheable_tokens(model: PreTrainedModel, *, num_slots: int, max_context: int) -> int:
-    """Return how many tokens the prefix cache holds, at most as many as the slots: on an accelerator, what half of the
-    memory that they leave free has room for."""
-    in_slots = num_slots * max_context
-    if model.device.type == "cpu":
-        return int(CACHED_SHARE * in_slots)
+def tokens_that_fit(model: PreTrainedModel, *, num_slots: int, max_context: int) -> int:
+    """Return how many tokens can have keys and values at one time: what a share of the free memory has room for, and
+    at most two contexts per slot, one of them for the prefix cache. Raises ValueError if that is less than a context."""
+    useful = int((1 + CACHED_SHARE) * num_slots * max_context)
     of_token = bytes_of_token(model.config.to_dict(), model.dtype.itemsize)
-    left = free_bytes(model.device) - in_slots * of_token
-    return min(max(int(LEFT_SHARE * left) // max(of_token, 1), 0), int(CACHED_SHARE * in_slots))
+    if not of_token:
+        return useful
+    free = free_bytes(model.device)
+    if (found := int(SHARE * free) // of_token) < max_context:
+        raise ValueError(
+            f"too little memory for one sequence: keys and values of model.max_context={max_context} tokens take "
+            f"{max_context * of_token / 2**30:.3g} GiB, and {SHARE:.0%} of the free memory is "
+            f"{SHARE * free / 2**30:.3g} GiB; shorten model.max_context, or free memory of {model.device}"
+        )
+    return min(found, useful)
 
 
 def bytes_of_token(architecture: dict[str, Any], num_bytes: int) -> int:

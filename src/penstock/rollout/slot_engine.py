@@ -38,9 +38,9 @@ from penstock.rollout.admission import Admission, AdmissionQueue
 from penstock.rollout.cuda_graphs import CudaGraphs, records
 from penstock.rollout.generator import ScoredToken
 from penstock.rollout.model_check import check_model, eos_ids, fit_tensors
-from penstock.rollout.prefix_cache import BLOCK_TOKENS, PrefixCache, RecordOf
+from penstock.rollout.prefix_cache import BLOCK_TOKENS, PrefixCache, RecordOf, blocks_of
 from penstock.rollout.request import GenerateRequest, check_prompt
-from penstock.rollout.room import cacheable_tokens
+from penstock.rollout.room import tokens_that_fit
 from penstock.rollout.sampling import sample, shaped, uniforms
 from penstock.rollout.slot_attention import ATTENTION_NAME
 from penstock.rollout.slot_rows import Rows, RunningRequest, SlotSequence
@@ -75,9 +75,12 @@ class SlotEngine:
         num_slots: int,
         max_context: int,
         policy_version: int = NO_VERSION,
+        num_tokens: int | None = None,
         num_cached: int | None = None,
     ) -> None:
-        """`num_cached`: maximum number of tokens in the prefix cache; None for `cacheable_tokens`."""
+        """`num_tokens`: number of tokens that have keys and values at one time, at least `max_context`; None for as many
+        as are useful and fit into the free memory. `num_cached`: maximum number of these in the prefix cache; None for
+        all that no sample needs. Raises ValueError if the memory is too small for one sample."""
         check_model(model, max_context)
         model.set_attn_implementation(ATTENTION_NAME)
         self.model = model.eval()
@@ -96,9 +99,11 @@ class SlotEngine:
         """While True, no sample advances and none is admitted. Requests may be submitted and aborted."""
         self.admitting = True
         """While False, running samples continue and no new sample is admitted."""
-        if num_cached is None:
-            num_cached = cacheable_tokens(model, num_slots=num_slots, max_context=max_context)
-        self._prefixes = PrefixCache(num_cached // BLOCK_TOKENS)
+        if num_tokens is None:
+            num_tokens = tokens_that_fit(model, num_slots=num_slots, max_context=max_context)
+        self.num_blocks = blocks_of(max(num_tokens, max_context))
+        """Number of blocks for the keys and values of running samples and of the prefix cache together."""
+        self._prefixes = PrefixCache(num_tokens // BLOCK_TOKENS if num_cached is None else num_cached // BLOCK_TOKENS)
         self._cache = SlotCache(
             model, num_slots=num_slots, max_context=max_context, num_blocks=self._prefixes.num_blocks
         )
@@ -108,6 +113,8 @@ class SlotEngine:
         self._rows = Rows(num_slots)
         self._waiting = AdmissionQueue(self._prefixes, num_slots=num_slots, eos_ids=eos_ids(model))
         self._requests: dict[str, RunningRequest] = {}
+        self.num_put_back = 0
+        """How often a running sample was put back into the queue for lack of memory, so far."""
 
     @property
     def num_active(self) -> int:
@@ -123,6 +130,12 @@ class SlotEngine:
     def num_waiting(self) -> int:
         """Number of samples without a slot."""
         return self._waiting.num_samples
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Number of blocks that the running samples need in the next step."""
+        positions = self._rows.positions[: len(self._rows)]
+        return int((positions // BLOCK_TOKENS).sum()) + len(positions)
 
     @property
     def num_cached(self) -> int:
@@ -158,9 +171,11 @@ class SlotEngine:
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         """Admit samples that fit and generate one token for every active sequence. Return the completed requests."""
+        self._make_room()
         num_decode = self.num_decoded = len(self._rows)
         self.num_context = int(self._rows.positions[:num_decode].sum())
-        admissions = self._waiting.admit(self.num_slots - num_decode, new=self.admitting)
+        room = self.num_blocks - self.num_used_blocks - num_decode
+        admissions = self._waiting.admit(self.num_slots - num_decode, room, new=self.admitting)
         self._count(admissions)
         for admission in admissions:
             for sequence in admission.sequences:
@@ -168,6 +183,7 @@ class SlotEngine:
         if not self._rows and not admissions:
             return []
         self._load_prefixes(num_decode, admissions)
+        self._prefixes.restrict(self.num_blocks - self.num_used_blocks)
         tokens, logprobs = self._forward(num_decode, admissions)
         ended = self._record(tokens, logprobs, admissions)
         failed = [admission.running for admission in admissions if admission.running.error]
@@ -223,10 +239,7 @@ class SlotEngine:
         weights of that time compute the keys and values of their prompt and answer again. The prefix cache becomes
         empty."""
         self._prefixes.clear()
-        for sequence in self._rows.sequences:
-            sequence.close_span(self.policy_version)
-            sequence.keys_are_served = True
-        self._waiting.requeue(self._rows.clear())
+        self._put_back(self._rows.clear())
 
     def resume(self, tags: Collection[MemoryTag] = ALL_MEMORY) -> None:
         """Allocate the released memory of `tags` again. Requests are served again once nothing is released."""
@@ -445,6 +458,32 @@ class SlotEngine:
             slot += len(admission.sequences)
         if copies:
             self._cache.save([*copies.values()])
+
+    def _make_room(self) -> None:
+        """Put the youngest samples back into the queue until there is memory for the next token of all the others.
+
+        The oldest sample is never put back, so every sample ends some time. Its memory suffices for any sample."""
+        rows, left = self._rows, self.num_blocks - self.num_used_blocks
+        if left >= 0:
+            return
+        chosen = set[int]()
+        for row in sorted(range(len(rows)), key=lambda row: -rows.sequences[row].number):
+            chosen.add(row)
+            left += blocks_of(int(rows.positions[row]) + 1)
+            if left >= 0:
+                break
+        self.num_put_back += len(chosen)
+        self._prefixes.restrict(left)
+        self._save_prefixes(sorted(chosen), len(rows), [])
+        self._put_back([rows.sequences[row] for row in chosen])
+        self._close_holes(chosen)
+
+    def _put_back(self, sequences: Collection[SlotSequence]) -> None:
+        """Put samples whose keys and values are dropped at the head of the queue."""
+        for sequence in sequences:
+            sequence.close_span(self.policy_version)
+            sequence.keys_are_served = True
+        self._waiting.requeue(sequences)
 
     def _close_holes(self, ended: set[int]) -> None:
         rows = self._rows

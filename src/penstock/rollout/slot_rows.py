@@ -55,11 +55,13 @@ class RunningRequest:
 class SlotSequence:
     """One sample of a running request."""
 
-    def __init__(self, running: RunningRequest, index: int, eos_ids: frozenset[int]) -> None:
+    def __init__(self, running: RunningRequest, index: int, eos_ids: frozenset[int], *, number: int) -> None:
+        """`number`: how many samples the engine has started before."""
         self.params = params = running.request.params
         self.shapes_logits = params.shapes_logits
         self.running = running
         self.index = index
+        self.number = number
         self.max_new_tokens = running.request.max_new_tokens[index]
         self.stop_ids = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_ids
         self.token_ids: list[int] = []
