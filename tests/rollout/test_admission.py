@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tiny_policy import make_request
 
 from penstock.rollout.admission import PREFILL_TOKENS, AdmissionQueue
-from penstock.rollout.prefix_cache import PrefixCache
+from penstock.rollout.prefix_cache import BLOCK_TOKENS, Node, PrefixCache
 from penstock.rollout.slot_rows import RunningRequest
+
+
+class Unlimited:
+    """Memory of which a sample takes 2 blocks per prompt token."""
+
+    block_tokens = BLOCK_TOKENS
+
+    def __init__(self) -> None:
+        self.prefixes = PrefixCache(64)
+
+    def needs(self, num_tokens: int, prefix: Sequence[Node]) -> tuple[int, int]:
+        return 2 * num_tokens, 2 * num_tokens
 
 
 def line_of(*requests: tuple[int, int], num_slots: int = 16) -> AdmissionQueue:
     """A line of requests given as (prompt tokens, samples)."""
-    line = AdmissionQueue(PrefixCache(64), num_slots=num_slots, eos_ids=frozenset())
+    line = AdmissionQueue(Unlimited(), num_slots=num_slots, eos_ids=frozenset())
     for index, (num_tokens, num_samples) in enumerate(requests):
         line.add(RunningRequest(make_request(str(index), [5] * num_tokens, seeds=tuple(range(num_samples)))))
     return line
@@ -55,7 +69,7 @@ def test_prompts_of_a_step_are_bounded_but_one_always_fits() -> None:
 
 
 def test_leaving_gives_back_what_never_started() -> None:
-    line = AdmissionQueue(PrefixCache(64), num_slots=4, eos_ids=frozenset())
+    line = AdmissionQueue(Unlimited(), num_slots=4, eos_ids=frozenset())
     running = RunningRequest(make_request("a", [5], seeds=(1, 2, 3)))
     line.add(running)
     line.admit(1, 10_000)

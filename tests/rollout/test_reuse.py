@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,14 +19,23 @@ from tiny_policy import (
     reference_model,
     run,
     score,
+    sharing_blocks,
     weights,
 )
 
 from penstock.rollout import admission
 from penstock.rollout.prefix_cache import BLOCK_TOKENS
 from penstock.rollout.request import GenerateRequest
+from penstock.rollout.shared_blocks import BlockMemory
 from penstock.rollout.slot_engine import Finished, SlotEngine
 from penstock.samples import Segment
+
+
+@pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["slots", "shared blocks"])
+def _memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    with sharing_blocks(BLOCK_TOKENS) if request.param else nullcontext():
+        yield
+
 
 NUM_WEIGHTS = 4
 """Version n has the weights of seed n % NUM_WEIGHTS."""
@@ -317,6 +327,14 @@ def test_a_drain_begins_before_a_prompt_in_parts_has_samples() -> None:
     assert segment.logprobs == pytest.approx(reference_logprobs(PROMPT, segment.token_ids, seeds=((0, 1),)), abs=1e-4)
 
 
+def memory_of(engine: SlotEngine) -> list[torch.Tensor]:
+    """All keys and values that some sequence may read."""
+    if isinstance(engine._memory, BlockMemory):
+        return [engine._memory._data[:, 1:]]
+    cache = engine._memory.cache
+    return [cache._pool, cache._keys, cache._values]
+
+
 @pytest.mark.usefixtures("small_steps")
 @pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:16]], ids=["in parts", "whole"])
@@ -331,9 +349,7 @@ def test_values_that_are_not_finite_never_reach_the_cache(prompt: list[int]) -> 
     (failed,) = engine.step()
     assert failed.request.rid == "a" and "not finite" in str(failed.error)
     assert run_before == engine.num_cached == 0 and not engine.has_work
-    assert all(
-        bool(each.isfinite().all()) for each in (engine._cache._pool, engine._cache._keys, engine._cache._values)
-    )
+    assert all(bool(each.isfinite().all()) for each in memory_of(engine))
     engine.load_weights(weights(1), 2)
     (segment,) = run(engine, make_request("b", prompt))["b"]
     assert segment.logprobs == pytest.approx(reference_logprobs(prompt, segment.token_ids, seeds=((0, 1),)), abs=1e-4)

@@ -6,19 +6,24 @@ import asyncio
 import functools
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from itertools import pairwise
 
+import pytest
 import torch
+import torch.nn.functional as F
 import uvicorn
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from penstock.rollout import cuda_graphs, shared_blocks, slot_engine
 from penstock.rollout.app import ApiKeys
 from penstock.rollout.http import Surface
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.server import Identity, create_app
 from penstock.rollout.slot_engine import Finished, SlotEngine
+from penstock.rollout.slots import LayerSlots
 from penstock.rollout.text import Tokenizer
 from penstock.rollout.update import WeightsUpdate
 from penstock.samples import Segment
@@ -74,6 +79,33 @@ def make_engine(
         num_tokens=num_tokens,
         num_cached=num_cached,
     )
+
+
+def plain_flash(query: torch.Tensor, blocks: LayerSlots, reach: cuda_graphs.Reach, scaling: float) -> torch.Tensor:
+    """What FlashAttention's kernel computes, sequence by sequence."""
+    out = torch.zeros_like(query)
+    for row, (start, end) in enumerate(pairwise(reach.query_starts.tolist())):
+        length, num_queries = int(reach.key_lengths[row]), end - start
+        if not num_queries or not length:
+            continue
+        keys, values = (each[reach.tables[row].long()].transpose(0, 1).flatten(1, 2)[:, :length] for each in blocks)
+        seen = torch.ones(num_queries, length, dtype=torch.bool).tril(length - num_queries)
+        found = F.scaled_dot_product_attention(
+            query[start:end].transpose(0, 1), keys, values, seen, scale=scaling, enable_gqa=True
+        )
+        out[start:end] = found.transpose(0, 1)
+    return out
+
+
+@contextmanager
+def sharing_blocks(block_tokens: int) -> Iterator[None]:
+    """Let engines on the CPU use the tables of an accelerator, with attention and steps in plain operations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot_engine, "has_flash", lambda model: True)
+        patch.setattr(shared_blocks, "FLASH_BLOCK_TOKENS", block_tokens)
+        patch.setattr(cuda_graphs, "flash", plain_flash)
+        patch.setattr(cuda_graphs.CudaGraphs, "_record", cuda_graphs.CudaGraphs._compute)
+        yield
 
 
 def make_request(

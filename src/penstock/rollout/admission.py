@@ -8,11 +8,12 @@ compute is computed in parts: each step computes a part, the prefix cache keeps 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Protocol
 
-from penstock.rollout.prefix_cache import BLOCK_TOKENS, Node, PrefixCache, blocks_of
+from penstock.rollout.prefix_cache import Node, PrefixCache
 from penstock.rollout.slot_rows import RunningRequest, SlotSequence
 from penstock.routed_experts import Record
 
@@ -28,6 +29,7 @@ class Admission:
     prompt_ids: list[int]
     prefix: list[Node]
     """The cached blocks that the prompt begins with."""
+    block_tokens: int
     is_part: bool = False
     """The prompt continues, so there are no samples yet. A step with a part admits nothing else."""
     sequences: list[SlotSequence] = field(default_factory=list)
@@ -37,7 +39,7 @@ class Admission:
     @property
     def start(self) -> int:
         """Position of the first token to compute."""
-        return len(self.prefix) * BLOCK_TOKENS
+        return len(self.prefix) * self.block_tokens
 
     @property
     def num_computed(self) -> int:
@@ -59,10 +61,10 @@ class Admission:
         self.experts = experts
         for sequence in self.sequences:
             if sequence.num_routed is not None:
-                for number in range(sequence.num_routed // BLOCK_TOKENS, len(self.prefix)):
+                for number in range(sequence.num_routed // self.block_tokens, len(self.prefix)):
                     reused = self.prefix[number].experts
                     assert reused is not None  # `PrefixCache.find` ends before a block without a record
-                    sequence.route(number * BLOCK_TOKENS, reused)
+                    sequence.route(number * self.block_tokens, reused)
             sequence.route(self.start, experts)
 
     def record(self, start: int, end: int) -> Record | None:
@@ -70,6 +72,20 @@ class Admission:
         if self.experts is None or start < self.start:
             return None
         return self.experts[start - self.start : end - self.start]
+
+
+class KVMemory(Protocol):
+    """The memory for keys and values, in blocks of `block_tokens` tokens."""
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    @property
+    def prefixes(self) -> PrefixCache: ...
+
+    def needs(self, num_tokens: int, prefix: Sequence[Node]) -> tuple[int, int]:
+        """Return how many blocks the first sample of a prompt with a cached prefix needs, and each other one."""
+        ...
 
 
 class AdmissionQueue:
@@ -80,8 +96,8 @@ class AdmissionQueue:
     them idle.
     """
 
-    def __init__(self, prefixes: PrefixCache, *, num_slots: int, eos_ids: frozenset[int]) -> None:
-        self._prefixes = prefixes
+    def __init__(self, memory: KVMemory, *, num_slots: int, eos_ids: frozenset[int]) -> None:
+        self._memory, self._prefixes = memory, memory.prefixes
         self._num_slots = num_slots
         self._largest_batch = max(num_slots // 8, 1)
         self._eos_ids = eos_ids
@@ -105,8 +121,8 @@ class AdmissionQueue:
         self._line.append(running)
 
     def requeue(self, sequences: Iterable[SlotSequence]) -> None:
-        """Put samples at the head of the queue, the oldest first. Their keys and values are computed again. Their tokens
-        so far count as part of the prompt."""
+        """Put samples at the head of the queue, the oldest first. Their keys and values are computed again. Their
+        tokens so far count as part of the prompt."""
         self._returned = deque(sorted((*self._returned, *sequences), key=lambda sequence: sequence.number))
 
     def remove(self, running: RunningRequest) -> list[SlotSequence]:
@@ -129,10 +145,10 @@ class AdmissionQueue:
         while self._returned and free:
             sequence = self._returned[0]
             prompt_ids = sequence.running.request.prompt_ids + sequence.token_ids
-            num_blocks = blocks_of(len(prompt_ids)) + 1
-            if num_blocks > room and (admissions or not is_idle):
-                break
             admission = self._admission(sequence.running, prompt_ids, sequence.num_routed)
+            num_blocks, _ = self._memory.needs(len(prompt_ids), admission.prefix)
+            if num_blocks >= room and (admissions or not is_idle):
+                break
             if admissions and admission.num_computed > budget:
                 break
             if self._has_parts(admission):
@@ -140,24 +156,25 @@ class AdmissionQueue:
             admission.sequences.append(self._returned.popleft())
             admissions.append(admission)
             free -= 1
-            room -= num_blocks
+            room -= num_blocks + 1
             budget -= admission.num_computed
         while new and self._line and not self._returned:
             running, request = self._line[0], self._line[0].request
-            num_blocks = blocks_of(len(request.prompt_ids)) + 1
             if min(running.num_waiting, self._largest_batch) > free:
                 break
-            if num_blocks > room and (admissions or not is_idle):
-                break
             admission = self._admission(running, request.prompt_ids, request.routed_from)
+            first, further = self._memory.needs(len(request.prompt_ids), admission.prefix)
+            if first >= room and (admissions or not is_idle):
+                break
             if admissions and admission.num_computed > budget:
                 break
             if self._has_parts(admission):
                 return [self._part(admission)]
-            admission.sequences += self._start(running, min(running.num_waiting, free, max(room // num_blocks, 1)))
+            num_fitting = 1 + max(room - first - 1, 0) // (further + 1)
+            admission.sequences += self._start(running, min(running.num_waiting, free, num_fitting))
             admissions.append(admission)
             free -= len(admission.sequences)
-            room -= len(admission.sequences) * num_blocks
+            room -= first + 1 + (len(admission.sequences) - 1) * (further + 1)
             budget -= admission.num_computed
             if not running.num_waiting:
                 self._line.popleft()
@@ -166,17 +183,16 @@ class AdmissionQueue:
     def _admission(self, running: RunningRequest, prompt_ids: list[int], routed_from: int | None) -> Admission:
         """Return the admission of a prompt, without samples."""
         prefix = self._prefixes.find(prompt_ids, routed_from=routed_from)
-        return Admission(running=running, prompt_ids=prompt_ids, prefix=prefix)
+        return Admission(running=running, prompt_ids=prompt_ids, prefix=prefix, block_tokens=self._memory.block_tokens)
 
     def _has_parts(self, admission: Admission) -> bool:
         """Return whether the prompt is computed in parts: a step may not compute all of it, and the cache can keep the
         parts until the last one."""
-        fits_in_cache = len(admission.prompt_ids) <= self._prefixes.num_blocks * BLOCK_TOKENS
-        return admission.num_computed > PREFILL_TOKENS and fits_in_cache
+        return admission.num_computed > PREFILL_TOKENS and self._prefixes.can_keep(len(admission.prompt_ids))
 
     def _part(self, admission: Admission) -> Admission:
         """Return the part of the prompt that this step computes."""
-        end = admission.start + PREFILL_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+        end = admission.start + PREFILL_TOKENS // self._memory.block_tokens * self._memory.block_tokens
         return replace(admission, prompt_ids=admission.prompt_ids[:end], is_part=True)
 
     def _start(self, running: RunningRequest, num_samples: int) -> list[SlotSequence]:

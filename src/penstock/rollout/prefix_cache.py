@@ -42,15 +42,15 @@ class Node:
     block: int = -1
     """Its block of the pool."""
     experts: Record | None = None
-    """The experts that computed its keys and values, [BLOCK_TOKENS, width]. None: they were not recorded."""
+    """The experts that computed its keys and values, [B, width]. None: they were not recorded."""
     children: dict[Key, Node] = field(default_factory=dict)
 
 
 class PrefixCache:
     """Knows which block of a pool holds which tokens. It has no keys and values itself."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_blocks: int, *, block_tokens: int = BLOCK_TOKENS) -> None:
+        self.num_blocks, self.block_tokens = num_blocks, block_tokens
         self._limit = num_blocks
         self.num_evicted = 0
         """Number of blocks that were evicted for other tokens, so far."""
@@ -68,6 +68,10 @@ class PrefixCache:
         """Number of blocks that hold tokens."""
         return len(self._by_age)
 
+    def can_keep(self, num_tokens: int) -> bool:
+        """Return whether the cache can hold this many tokens."""
+        return num_tokens <= self.num_blocks * self.block_tokens
+
     def restrict(self, num_blocks: int) -> None:
         """Hold at most this many blocks until the next call. The least recently used ones are evicted for it."""
         self._limit = min(num_blocks, self.num_blocks)
@@ -78,9 +82,9 @@ class PrefixCache:
         """Return the path of the longest cached prefix that leaves at least the last of `token_ids` to compute.
 
         With `routed_from`, the path ends before a block that lacks the record of a token from this position on."""
-        path = self._path(_keys(token_ids[: len(token_ids) - 1]))
+        path = self._path(self._keys(token_ids[: len(token_ids) - 1]))
         if routed_from is not None:
-            known = routed_from // BLOCK_TOKENS
+            known = routed_from // self.block_tokens
             while known < len(path) and path[known].experts is not None:
                 known += 1
             path = path[:known]
@@ -92,12 +96,12 @@ class PrefixCache:
 
         Return the blocks to write, as pairs: number of the block in `token_ids`, block of the pool. A block that is
         cached without a record of its experts is written again if `record` knows them."""
-        keys = _keys(token_ids)
+        keys = self._keys(token_ids)
         path = self._path(keys)
         self._use(path)
         written = list[tuple[int, int]]()
         for number, node in enumerate(path):
-            if node.experts is None and (experts := _recorded(record, number)) is not None:
+            if node.experts is None and (experts := self._recorded(record, number)) is not None:
                 node.experts = experts
                 written.append((number, node.block))
         node = keep = path[-1] if path else self._root
@@ -105,7 +109,7 @@ class PrefixCache:
             block = self._free_block(keep=keep)
             if block is None:
                 break
-            child = Node(node, keys[number], block, _recorded(record, number))
+            child = Node(node, keys[number], block, self._recorded(record, number))
             node.children[child.key] = child
             path.append(child)
             written.append((number, block))
@@ -146,17 +150,10 @@ class PrefixCache:
         self.num_evicted += 1
         return oldest.block
 
+    def _keys(self, token_ids: Sequence[int]) -> list[Key]:
+        """Return the whole blocks of `token_ids`."""
+        size = self.block_tokens
+        return [tuple(token_ids[start : start + size]) for start in range(0, len(token_ids) // size * size, size)]
 
-def blocks_of(num_tokens: int) -> int:
-    """Return the number of blocks that hold this many tokens."""
-    return -(-num_tokens // BLOCK_TOKENS)
-
-
-def _keys(token_ids: Sequence[int]) -> list[Key]:
-    """Return the whole blocks of `token_ids`."""
-    num_whole = len(token_ids) // BLOCK_TOKENS * BLOCK_TOKENS
-    return [tuple(token_ids[start : start + BLOCK_TOKENS]) for start in range(0, num_whole, BLOCK_TOKENS)]
-
-
-def _recorded(record: RecordOf | None, number: int) -> Record | None:
-    return None if record is None else record(number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS)
+    def _recorded(self, record: RecordOf | None, number: int) -> Record | None:
+        return None if record is None else record(number * self.block_tokens, (number + 1) * self.block_tokens)

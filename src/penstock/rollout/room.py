@@ -54,7 +54,9 @@ def fitting(config: Config, model: Path, *, fixed: Collection[str]) -> tuple[Con
 
 def tokens_that_fit(model: PreTrainedModel, *, num_slots: int, max_context: int) -> int:
     """Return how many tokens can have keys and values at one time: what a share of the free memory has room for, and
-    at most two contexts per slot, one of them for the prefix cache. Raises ValueError if that is less than a context."""
+    at most two contexts per slot, one of them for the prefix cache.
+
+    Raises ValueError if that is less than one context."""
     useful = int((1 + CACHED_SHARE) * num_slots * max_context)
     of_token = bytes_of_token(model.config.to_dict(), model.dtype.itemsize)
     if not of_token:

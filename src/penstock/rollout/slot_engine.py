@@ -35,16 +35,18 @@ from transformers import DynamicCache, PreTrainedModel
 
 from penstock.model.experts import expert_layers, record_of, recording
 from penstock.rollout.admission import Admission, AdmissionQueue
-from penstock.rollout.cuda_graphs import CudaGraphs, records
+from penstock.rollout.cuda_graphs import CudaGraphs
 from penstock.rollout.generator import ScoredToken
 from penstock.rollout.model_check import check_model, eos_ids, fit_tensors
-from penstock.rollout.prefix_cache import BLOCK_TOKENS, PrefixCache, RecordOf, blocks_of
+from penstock.rollout.prefix_cache import RecordOf
 from penstock.rollout.request import GenerateRequest, check_prompt
 from penstock.rollout.room import tokens_that_fit
 from penstock.rollout.sampling import sample, shaped, uniforms
+from penstock.rollout.shared_blocks import BlockMemory, has_flash
 from penstock.rollout.slot_attention import ATTENTION_NAME
+from penstock.rollout.slot_memory import Kept, SlotMemory
 from penstock.rollout.slot_rows import Rows, RunningRequest, SlotSequence
-from penstock.rollout.slots import BlockCopy, SlotCache, regroup
+from penstock.rollout.slots import Ints, regroup
 from penstock.rollout.step_packing import pack
 from penstock.routed_experts import Record
 from penstock.samples import Segment
@@ -78,9 +80,9 @@ class SlotEngine:
         num_tokens: int | None = None,
         num_cached: int | None = None,
     ) -> None:
-        """`num_tokens`: number of tokens that have keys and values at one time, at least `max_context`; None for as many
-        as are useful and fit into the free memory. `num_cached`: maximum number of these in the prefix cache; None for
-        all that no sample needs. Raises ValueError if the memory is too small for one sample."""
+        """`num_tokens`: number of tokens that have keys and values at one time, at least `max_context`; None for as
+        many as are useful and fit into the free memory. `num_cached`: maximum number of these in the prefix cache; None
+        for all that no sample needs. Raises ValueError if the memory is too small for one sample."""
         check_model(model, max_context)
         model.set_attn_implementation(ATTENTION_NAME)
         self.model = model.eval()
@@ -101,17 +103,21 @@ class SlotEngine:
         """While False, running samples continue and no new sample is admitted."""
         if num_tokens is None:
             num_tokens = tokens_that_fit(model, num_slots=num_slots, max_context=max_context)
-        self.num_blocks = blocks_of(max(num_tokens, max_context))
-        """Number of blocks for the keys and values of running samples and of the prefix cache together."""
-        self._prefixes = PrefixCache(num_tokens // BLOCK_TOKENS if num_cached is None else num_cached // BLOCK_TOKENS)
-        self._cache = SlotCache(
-            model, num_slots=num_slots, max_context=max_context, num_blocks=self._prefixes.num_blocks
+        make_memory = BlockMemory if has_flash(model) else SlotMemory
+        self._memory = make_memory(
+            model,
+            num_slots=num_slots,
+            max_context=max_context,
+            num_tokens=max(num_tokens, max_context),
+            num_cached=num_cached,
         )
-        self._recorded = CudaGraphs(self.model, self._cache, num_rows=num_slots) if records(self._cache) else None
+        self._recorded: CudaGraphs | None = None
+        if isinstance(self._memory, BlockMemory):
+            self._recorded = CudaGraphs(self.model, self._memory, num_rows=num_slots)
         self._expert_layers = expert_layers(self.model)
         self._vocab_size = model.get_input_embeddings().num_embeddings
         self._rows = Rows(num_slots)
-        self._waiting = AdmissionQueue(self._prefixes, num_slots=num_slots, eos_ids=eos_ids(model))
+        self._waiting = AdmissionQueue(self._memory, num_slots=num_slots, eos_ids=eos_ids(model))
         self._requests: dict[str, RunningRequest] = {}
         self.num_put_back = 0
         """How often a running sample was put back into the queue for lack of memory, so far."""
@@ -132,20 +138,24 @@ class SlotEngine:
         return self._waiting.num_samples
 
     @property
-    def num_used_blocks(self) -> int:
-        """Number of blocks that the running samples need in the next step."""
-        positions = self._rows.positions[: len(self._rows)]
-        return int((positions // BLOCK_TOKENS).sum()) + len(positions)
+    def num_kv_tokens(self) -> int:
+        """Number of tokens that can have keys and values at one time: of running samples, and in the prefix cache."""
+        return self._memory.num_blocks * self._memory.block_tokens
+
+    @property
+    def num_free_tokens(self) -> int:
+        """Number of these that running samples leave in the next step. The prefix cache may have them."""
+        return max(self._num_free, 0) * self._memory.block_tokens
 
     @property
     def num_cached(self) -> int:
         """Number of tokens in the prefix cache."""
-        return self._prefixes.num_cached * BLOCK_TOKENS
+        return self._memory.prefixes.num_cached * self._memory.block_tokens
 
     @property
     def num_evicted(self) -> int:
         """Number of tokens that the prefix cache has evicted so far."""
-        return self._prefixes.num_evicted * BLOCK_TOKENS
+        return self._memory.prefixes.num_evicted * self._memory.block_tokens
 
     @property
     def has_work(self) -> bool:
@@ -174,7 +184,7 @@ class SlotEngine:
         self._make_room()
         num_decode = self.num_decoded = len(self._rows)
         self.num_context = int(self._rows.positions[:num_decode].sum())
-        room = self.num_blocks - self.num_used_blocks - num_decode
+        room = self._num_free - num_decode
         admissions = self._waiting.admit(self.num_slots - num_decode, room, new=self.admitting)
         self._count(admissions)
         for admission in admissions:
@@ -182,14 +192,14 @@ class SlotEngine:
                 self._rows.append(sequence)
         if not self._rows and not admissions:
             return []
-        self._load_prefixes(num_decode, admissions)
-        self._prefixes.restrict(self.num_blocks - self.num_used_blocks)
+        self._memory.begin(self._positions, num_decode, admissions)
         tokens, logprobs = self._forward(num_decode, admissions)
         ended = self._record(tokens, logprobs, admissions)
         failed = [admission.running for admission in admissions if admission.running.error]
         touched = [*(self._rows.sequences[row].running for row in ended), *failed]
         if ended or admissions:
-            self._save_prefixes(sorted(ended), num_decode, admissions)
+            self._memory.share(num_decode, admissions)
+            self._keep(sorted(ended), num_decode, admissions)
             self._close_holes(ended)
         return [self._take(running) for running in dict.fromkeys(touched) if running.done]
 
@@ -201,7 +211,7 @@ class SlotEngine:
         waiting = [sequence for running in requests for sequence in self._waiting.remove(running)]
         for sequence in [*(self._rows.sequences[row] for row in rows), *waiting]:
             sequence.finish("abort", self.policy_version)
-        self._save_prefixes(rows, len(self._rows), [])
+        self._keep(sorted(rows), len(self._rows), [])
         self._close_holes(rows)
         return [self._take(running) for running in requests]
 
@@ -218,15 +228,15 @@ class SlotEngine:
         if not new:
             return []
         finished = self.abort_all()
-        self._prefixes.clear()
+        self._memory.prefixes.clear()
         if self._recorded is not None:
             self._recorded.forget()
         if "weights" in new:
             self._move_weights(torch.device("cpu"))
         if "kv_cache" in new:
-            self._cache.free()
-        if self._cache.device.type != "cpu":
-            torch.get_device_module(self._cache.device).empty_cache()
+            self._memory.free()
+        if self._memory.device.type != "cpu":
+            torch.get_device_module(self._memory.device).empty_cache()
         self.released |= new
         return finished
 
@@ -238,16 +248,17 @@ class SlotEngine:
         """Remove all running samples from their slots and put them at the head of the queue. Before they continue, the
         weights of that time compute the keys and values of their prompt and answer again. The prefix cache becomes
         empty."""
-        self._prefixes.clear()
+        self._memory.prefixes.clear()
+        self._memory.leave(range(len(self._rows)))
         self._put_back(self._rows.clear())
 
     def resume(self, tags: Collection[MemoryTag] = ALL_MEMORY) -> None:
         """Allocate the released memory of `tags` again. Requests are served again once nothing is released."""
         resumed = self.released & set(tags)
         if "weights" in resumed:
-            self._move_weights(self._cache.device)
+            self._move_weights(self._memory.device)
         if "kv_cache" in resumed:
-            self._cache.allocate()
+            self._memory.allocate()
         self.released -= resumed
 
     def sequences(self, rid: str) -> list[SlotSequence]:
@@ -296,7 +307,7 @@ class SlotEngine:
         fitted = fit_tensors(parameters, self.tied_names(), tensors)
         if missing := sorted(parameters.keys() - fitted.keys()):
             raise ValueError(f"the update lacks {len(missing)} weights, the first is {missing[0]}")
-        self._prefixes.clear()
+        self._memory.prefixes.clear()
         for sequence in self._rows.sequences:
             sequence.close_span(self.policy_version)
             sequence.keys_are_served = False
@@ -307,7 +318,7 @@ class SlotEngine:
     def forget_weights(self) -> list[Finished]:
         """Stop using the current weights: end every request now, and later requests at once, until the next weights."""
         finished = self.abort_all()
-        self._prefixes.clear()
+        self._memory.prefixes.clear()
         self.policy_version = NO_VERSION
         return finished
 
@@ -355,8 +366,11 @@ class SlotEngine:
         return self._computed(num_decode, admissions)
 
     def _computed(self, num_decode: int, admissions: list[Admission]) -> torch.Tensor:
-        """Compute the logits without CUDA graphs."""
-        packed = pack(self._cache, self._rows, num_decode, admissions)
+        """Compute the logits without recording a CUDA graph."""
+        if isinstance(self._memory, BlockMemory):
+            assert self._recorded is not None
+            return self._recorded(self._rows, num_decode, admissions, is_recorded=False)
+        packed = pack(self._memory.cache, self._rows, num_decode, admissions)
         logits: torch.Tensor = self.model(
             input_ids=packed.input_ids,
             position_ids=packed.position_ids,
@@ -406,10 +420,8 @@ class SlotEngine:
     def _end_failed(self, admissions: list[Admission]) -> set[int]:
         """Return the rows of all failed requests. Zero their slots, so that later samples get no NaN."""
         failed = {row for row, sequence in enumerate(self._rows.sequences) if sequence.running.error}
-        for row in failed:
-            self._cache.erase(row)
-        if admissions and admissions[0].is_part and admissions[0].running.error:
-            self._cache.erase(len(self._rows))
+        part = [len(self._rows)] if admissions and admissions[0].is_part and admissions[0].running.error else []
+        self._memory.erase([*failed, *part])
         return failed
 
     def _count(self, admissions: list[Admission]) -> None:
@@ -428,55 +440,49 @@ class SlotEngine:
             if first.index == 0 and not first.token_ids:
                 self.begun.append(running.request.rid)
 
-    def _load_prefixes(self, num_decode: int, admissions: list[Admission]) -> None:
-        """Copy the reused keys and values of prompts into the slots of their samples."""
-        copies, slot = list[BlockCopy](), num_decode
-        for admission in admissions:
-            for _ in range(admission.num_slots):
-                copies += (BlockCopy(slot, place, node.block) for place, node in enumerate(admission.prefix))
-                slot += 1
-        if copies:
-            self._cache.load(copies)
+    @property
+    def _positions(self) -> Ints:
+        """Position of each row's newest token, [n]."""
+        return self._rows.positions[: len(self._rows)]
 
-    def _save_prefixes(self, ended: Iterable[int], num_decode: int, admissions: list[Admission]) -> None:
-        """Copy keys and values of ended rows and of computed prompts into the prefix cache. Prompts come last, so that
-        a cache that can hold a long prompt still holds all its parts at the next step."""
-        copies: dict[int, BlockCopy] = {}  # by block, because a block may be evicted and get other tokens in one step
+    @property
+    def _num_free(self) -> int:
+        """Number of blocks that are left when each row has room for its newest token; negative if not all have."""
+        return self._memory.num_free(self._positions)
 
-        def add(slot: int, token_ids: list[int], record: RecordOf) -> None:
-            for place, block in self._prefixes.add(token_ids, record if self._expert_layers else None):
-                copies[block] = BlockCopy(slot, place, block)
+    def _keep(self, ended: Iterable[int], num_decode: int, admissions: list[Admission]) -> None:
+        """Give keys and values of ended rows and of computed prompts to the prefix cache, and end the use of these
+        rows. Prompts come last, so that a cache that can hold a long prompt still holds its parts at the next step."""
+        kept, rows = list[Kept](), list(ended)
 
-        for row in ended:
+        def add(row: int, token_ids: list[int], record: RecordOf) -> None:
+            kept.append(Kept(row, token_ids, record if self._expert_layers else None))
+
+        for row in rows:
             sequence = self._rows.sequences[row]
             if sequence.keys_are_served and sequence.running.error is None:
                 add(row, sequence.computed_ids, sequence.record)
-        slot = num_decode
+        row = num_decode
         for admission in admissions:
             if admission.running.error is None:
-                add(slot, admission.prompt_ids, admission.record)
-            slot += len(admission.sequences)
-        if copies:
-            self._cache.save([*copies.values()])
+                add(row, admission.prompt_ids, admission.record)
+            if admission.is_part:
+                rows.append(row)
+            row += len(admission.sequences)
+        self._memory.keep(kept)
+        self._memory.leave(rows)
 
     def _make_room(self) -> None:
         """Put the youngest samples back into the queue until there is memory for the next token of all the others.
 
         The oldest sample is never put back, so every sample ends some time. Its memory suffices for any sample."""
-        rows, left = self._rows, self.num_blocks - self.num_used_blocks
-        if left >= 0:
-            return
-        chosen = set[int]()
-        for row in sorted(range(len(rows)), key=lambda row: -rows.sequences[row].number):
-            chosen.add(row)
-            left += blocks_of(int(rows.positions[row]) + 1)
-            if left >= 0:
-                break
-        self.num_put_back += len(chosen)
-        self._prefixes.restrict(left)
-        self._save_prefixes(sorted(chosen), len(rows), [])
-        self._put_back([rows.sequences[row] for row in chosen])
-        self._close_holes(chosen)
+        while self._num_free < 0:
+            sequences = self._rows.sequences
+            youngest = max(range(len(sequences)), key=lambda row: sequences[row].number)
+            self._keep([youngest], len(sequences), [])
+            self._put_back([sequences[youngest]])
+            self._close_holes({youngest})
+            self.num_put_back += 1
 
     def _put_back(self, sequences: Collection[SlotSequence]) -> None:
         """Put samples whose keys and values are dropped at the head of the queue."""
@@ -489,10 +495,8 @@ class SlotEngine:
         rows = self._rows
         live = np.ones(len(rows), dtype=np.bool_)
         live[list(ended)] = False
-        source, target = regroup(rows.positions[: len(rows)], live)
-        if len(source):
-            from_slots, to_slots = (torch.from_numpy(x).to(self.model.device) for x in (source, target))
-            self._cache.move(from_slots, to_slots, int(rows.positions[source].max()))
+        source, target = regroup(self._positions, live)
+        self._memory.move(source, target, int(live.sum()), int(self._positions[source].max(initial=0)))
         rows.move(source, target, int(live.sum()))
 
     def _take(self, running: RunningRequest) -> Finished:

@@ -46,14 +46,10 @@ class SlotCache:
     """Keys and values of all layers, each `[layers, S, K, C, D]` (dimensions as in `slot_attention`), and the pool."""
 
     def __init__(self, model: PreTrainedModel, *, num_slots: int, max_context: int, num_blocks: int) -> None:
-        """Allocate slots and a pool of `num_blocks` blocks with the model's shape, dtype and device. On CUDA, allocate
-        one more slot that padding is written to."""
-        config = model.config.get_text_config()
-        self.num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        """Allocate slots and a pool of `num_blocks` blocks with the model's shape, dtype and device."""
+        self.num_kv_heads, self.head_dim = head_shape(model)
         self.max_context, self.dtype, self.device = max_context, model.dtype, model.device
-        num_slots += self.device.type == "cuda"
-        num_layers = config.num_hidden_layers
+        num_layers = model.config.get_text_config().num_hidden_layers
         self._shape = (2, num_layers, num_slots, self.num_kv_heads, max_context, self.head_dim)
         self._pool_shape = (num_blocks, 2, num_layers, self.num_kv_heads, BLOCK_TOKENS, self.head_dim)
         self.allocate()
@@ -94,10 +90,17 @@ class SlotCache:
     def _indices(self, copies: Sequence[BlockCopy]) -> torch.Tensor:
         return torch.from_numpy(np.array(copies, dtype=np.int64).T.copy()).to(self.device)
 
-    def erase(self, slot: int) -> None:
-        """Zero a slot after non-finite values, so that the slot's next sequence gets no NaN."""
-        self._keys[:, slot] = 0
-        self._values[:, slot] = 0
+    def erase(self, slots: Sequence[int]) -> None:
+        """Zero slots."""
+        self._keys[:, slots] = 0
+        self._values[:, slots] = 0
+
+
+def head_shape(model: PreTrainedModel) -> tuple[int, int]:
+    """Return the number of key/value heads and the head size."""
+    config = model.config.get_text_config()
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return num_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def regroup(lengths: Ints, live: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:

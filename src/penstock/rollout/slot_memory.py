@@ -1,0 +1,95 @@
+"""Keys and values in slots: running sequences have a slot each, and cached prefixes are copied to and from a pool.
+
+The slots and the pool share one number of blocks. Prefixes that no sample needs give way to running samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from penstock.rollout.admission import Admission
+from penstock.rollout.prefix_cache import BLOCK_TOKENS, Node, PrefixCache, RecordOf
+from penstock.rollout.slots import BlockCopy, Ints, SlotCache
+
+
+class Kept(NamedTuple):
+    """Tokens of a row that the prefix cache gets."""
+
+    row: int
+    token_ids: Sequence[int]
+    record: RecordOf | None
+    """Of the experts that computed them; None if the model has none."""
+
+
+class SlotMemory:
+    """Slots, pool and prefix cache. Row i lives in slot i."""
+
+    block_tokens = BLOCK_TOKENS
+
+    def __init__(
+        self, model: PreTrainedModel, *, num_slots: int, max_context: int, num_tokens: int, num_cached: int | None
+    ) -> None:
+        """Allocate memory for `num_tokens` tokens of samples and prefixes together, with the model's shape, dtype and
+        device. `num_cached`: maximum number of tokens of prefixes; None for all."""
+        self.num_blocks = -(-num_tokens // BLOCK_TOKENS)
+        self.prefixes = PrefixCache(self.num_blocks if num_cached is None else num_cached // BLOCK_TOKENS)
+        self.cache = SlotCache(model, num_slots=num_slots, max_context=max_context, num_blocks=self.prefixes.num_blocks)
+        self.device: torch.device = self.cache.device
+
+    def allocate(self) -> None:
+        """Allocate the memory, filled with zeros."""
+        self.cache.allocate()
+
+    def free(self) -> None:
+        """Free the memory, of which no row uses anything. It must not be read or written before `allocate`."""
+        self.cache.free()
+
+    def num_free(self, positions: Ints) -> int:
+        """Return how many blocks are left when each row has room for the token at its position; negative if they are
+        too few."""
+        return self.num_blocks - int((positions // BLOCK_TOKENS).sum()) - len(positions)
+
+    def needs(self, num_tokens: int, prefix: Sequence[Node]) -> tuple[int, int]:
+        """Return how many blocks the first sample of a prompt needs, and each other one."""
+        num_blocks = -(-num_tokens // BLOCK_TOKENS)
+        return num_blocks, num_blocks
+
+    def begin(self, positions: Ints, num_decode: int, admissions: Sequence[Admission]) -> None:
+        """Make room for the tokens of a step. Rows from `num_decode` on are those of the admissions."""
+        copies, slot = list[BlockCopy](), num_decode
+        for admission in admissions:
+            for _ in range(admission.num_slots):
+                copies += (BlockCopy(slot, place, node.block) for place, node in enumerate(admission.prefix))
+                slot += 1
+        if copies:
+            self.cache.load(copies)
+        self.prefixes.restrict(self.num_free(positions))
+
+    def share(self, num_decode: int, admissions: Sequence[Admission]) -> None:
+        """Do nothing: keys and values of a prompt were written to the slots of all its samples."""
+
+    def keep(self, kept: Iterable[Kept]) -> None:
+        """Copy keys and values of rows into the prefix cache."""
+        copies: dict[int, BlockCopy] = {}  # by block, because a block may be evicted and get other tokens in one step
+        for row, token_ids, record in kept:
+            for place, block in self.prefixes.add(token_ids, record):
+                copies[block] = BlockCopy(row, place, block)
+        if copies:
+            self.cache.save([*copies.values()])
+
+    def leave(self, rows: Iterable[int]) -> None:
+        """Do nothing: the next row in a slot overwrites its keys and values."""
+
+    def move(self, source: Ints, target: Ints, num_rows: int, length: int) -> None:
+        """Copy the first `length` positions of rows, of which the first `num_rows` remain."""
+        if len(source):
+            from_slots, to_slots = (torch.from_numpy(x).to(self.device) for x in (source, target))
+            self.cache.move(from_slots, to_slots, length)
+
+    def erase(self, rows: Sequence[int]) -> None:
+        """Zero rows after non-finite values, so that the next sequences in their slots get no NaN."""
+        self.cache.erase(rows)
