@@ -53,7 +53,9 @@ MAX_CONTEXT, LONG_CONTEXT = 512, 1024
 VLLM_READY_S = 400.0
 """It compiles."""
 CLIENTS, TOKENS = 256, 64
-SLOTS, ENVIRONMENTS, THINK_S, THINK_TOKENS = 64, 256, 0.2, 64
+SLOTS, THINK_S, THINK_TOKENS = 64, 0.2, 64
+ENVIRONMENTS = 2 * SLOTS
+"""As many as a run lets play by default (`scheduler.max_running`)."""
 OBSERVED = (10, 100)
 """Fewest and most tokens of an observation."""
 WATCH_S, SETTLE_S, POLL_S = 20.0, 3.0, 0.05

@@ -45,6 +45,8 @@ SILENCE_S = 15.0
 """Time limit of one bucket."""
 LOOK_S = 0.05
 """Seconds between two looks whether a machine has asked."""
+END_S = 2.0
+"""Limit of the wait for the end of a withdrawn offer."""
 NUM_WAVES = 3
 """Broadcasts that a machine tries to join."""
 KEPT_OFFERS = 2
@@ -69,7 +71,8 @@ class Offer:
         store = _store(host, self._port, listener=listener.detach())
         store.set("wave", "0")
         name = f"broadcast-{handle.policy_version}"
-        threading.Thread(target=self._serve, args=(store,), name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, args=(store,), name=name, daemon=True)
+        self._thread.start()
 
     @property
     def meeting(self) -> str:
@@ -79,6 +82,10 @@ class Offer:
     def withdraw(self) -> None:
         """Admit no more machines. A broadcast that has begun goes on."""
         self._withdrawn.set()
+
+    def await_end(self) -> None:
+        """Wait until a withdrawn offer has ended, but not long for a broadcast that goes on."""
+        self._thread.join(END_S)
 
     def _serve(self, store: TCPStore) -> None:
         """Broadcast until the offer is withdrawn. The store ends with this thread, which has the last reference."""
@@ -140,9 +147,12 @@ class Offers:
 
     def close(self) -> None:
         """Withdraw all offers."""
-        for offers in (self._newest, self._bases):
-            while offers:
-                offers.pop().withdraw()
+        ended = [*self._newest, *self._bases]
+        for offer in ended:
+            offer.withdraw()
+        for offer in ended:
+            offer.await_end()
+        self._newest, self._bases = [], []
 
 
 def collect(handle: WeightsHandle, file: BinaryIO) -> None:
