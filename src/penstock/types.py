@@ -240,8 +240,9 @@ class WeightsHandle:
 class AdaptersForm:
     """What a server must know to add the adapters of a file to weights. The file's fingerprint covers it."""
 
-    base: WeightsHandle
-    """All weights, without adapters. Its version is the first one that was published with it."""
+    base: WeightsHandle | None
+    """All weights, without adapters. Its version is the first one that was published with it. None if servers load them
+    by themselves, from the directory of the model."""
     rank: int
     alpha: int
     """Adapters are scaled by alpha / rank."""

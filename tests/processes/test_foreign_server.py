@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -187,3 +188,36 @@ async def test_an_engine_in_its_sleep_does_not_count_as_busy() -> None:
     await engine.server.close()
     assert (awake.counters["active"], awake.doing) == (3, "generation")
     assert (asleep.counters["active"], asleep.doing) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("engine", "targets", "expected"),
+    [
+        ("vllm", "all-linear", "--enable-lora --max-lora-rank 16 --max-loras 8 --max-cpu-loras 8"),
+        ("sglang", "all-linear", "--enable-lora --max-lora-rank 12 .* --max-loaded-loras 8 --lora-target-modules all"),
+        ("sglang", ["self_attn.v_proj", "q_proj"], "--lora-target-modules q_proj v_proj"),
+    ],
+)
+def test_an_engine_that_the_run_starts_serves_adapters_of_its_own_weights(
+    tmp_path: Path, engine: str, targets: Any, expected: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    tree: dict[str, Any] = {"model": {"path": str(tmp_path)}, "rollout": {"engine": engine}}
+    config = Config.model_validate(tree | {"trainer": {"lora": {"rank": 12, "targets": targets}}})
+    child: Any = SimpleNamespace(run_dir=tmp_path, name="rollout-0", runtime_dir=tmp_path)
+    words = foreign_server.command(child, config, 8001, "key")
+    assert re.search(expected, " ".join(words)) and "dummy" not in words and "--hf-overrides" not in words
+    assert foreign_server.environment(config, 0)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert config.sends_adapters
+    others: list[dict[str, Any]] = [
+        {"rollout": {"engine": engine, "urls": ["http://127.0.0.1:1"]}},
+        {"model": {"path": "tiny"}},
+        {"model": {"path": str(tmp_path), "warm_start": {"steps": 3}}},
+        {"scheduler": {"mode": "colocated"}},
+        {"trainer": {}},
+    ]
+    for other in others:
+        merged = Config.model_validate(tree | {"trainer": {"lora": {"rank": 12}}} | other)
+        assert not merged.sends_adapters and not merged.engine_serves_adapters
+        assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in foreign_server.environment(merged, 0)
+    assert "--enable-lora" not in foreign_server.command(child, merged, 8001, "key")

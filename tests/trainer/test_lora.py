@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from made_roles import ENOUGH_S
-from transformers import PreTrainedModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from penstock.config import Config, ConfigError, TrainerConfig
+from penstock.groups.role import Rank
 from penstock.model.load_policy import load_policy
+from penstock.processes.trainer_rank import Actor
 from penstock.samples import Sample
 from penstock.trainer.learner import Learner
 from penstock.trainer.prepare import prepare
 from penstock.trainer.reference import Reference
+from penstock.weights.publication import await_handle
 
 pytest.importorskip("peft")
 
@@ -183,3 +188,61 @@ def test_layers_that_do_not_exist_are_refused(make_model: MakeModel) -> None:
 def test_layers_that_share_their_weights_are_refused(make_model: MakeModel, target: str) -> None:
     with pytest.raises(ConfigError, match=f"{target} shares its weights with another layer"):
         learner(make_model(), targets=[target])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize(("engine", "urls"), [("penstock", []), ("vllm", []), ("vllm", ["http://127.0.0.1:1"])])
+def test_what_is_published_depends_on_who_adds_the_adapters(
+    model_dir: Path, make_model: MakeModel, tmp_path: Path, engine: str, urls: list[str]
+) -> None:
+    """Our own servers get a base, engines that the run starts have one, and others get whole weights."""
+    from peft import PeftModel
+
+    directory, weights_dir = tmp_path / "model", tmp_path / "weights"
+    make_model().save_pretrained(directory)
+    config = Config.model_validate(
+        {
+            "model": {"path": str(directory), "max_context": 64, "device": "cpu"},
+            "data": {"source": "seeds"},
+            "env": {"name": "guess_number", "max_new_tokens": 8},
+            "rollout": {"engine": engine, "urls": urls},
+            "trainer": {"lora": {"rank": 2, "targets": ["q_proj"]}},
+        }
+    )
+    actor = Actor(Rank(0, 1), {}, config=config, place=0, model_dir=directory, weights_dir=weights_dir)
+    opened = actor.open_weights()
+    assert opened is not None
+    actor.publish(opened)
+    handle = await_handle(opened.folder, waiter="the test")
+    assert (handle.adapters is None) is bool(urls)
+    assert (weights_dir / "base").exists() is (engine == "penstock")
+    if handle.adapters is None:
+        assert set(load_file(handle.path)) > set(dict(make_model().named_parameters()))
+        return
+    assert (handle.adapters.base is None) is (engine == "vllm")
+    adapted = PeftModel.from_pretrained(load_policy(directory, weights=True), Path(handle.path).parent)
+    assert len(handle.adapters.targets) == 2
+    found = {name: each for name, each in adapted.named_parameters() if ".lora_" in name}
+    for name, tensor in load_file(handle.path).items():
+        assert torch.equal(found[name.replace(".weight", ".default.weight")], tensor)
+    assert len(found) == len(load_file(handle.path)) == 4
+
+
+def test_foreign_engines_get_adapters_of_linear_layers_only(tmp_path: Path) -> None:
+    gpt2 = GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2)
+    AutoModelForCausalLM.from_config(gpt2).save_pretrained(tmp_path)
+    tree = {
+        "model": {"path": str(tmp_path), "max_context": 64, "device": "cpu"},
+        "data": {"source": "seeds"},
+        "env": {"name": "guess_number", "max_new_tokens": 8},
+        "trainer": {"lora": {"rank": 2}},
+    }
+    arguments: dict[str, Any] = {"place": 0, "model_dir": tmp_path, "weights_dir": tmp_path / "weights"}
+    config = Config.model_validate(tree | {"rollout": {"engine": "vllm"}})
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.targets: vllm serves adapters of linear layers only"):
+        Actor(Rank(0, 1), {}, config=config, **arguments).open_weights()
+    actor = Actor(Rank(0, 1), {}, config=Config.model_validate(tree), **arguments)
+    opened = actor.open_weights()
+    assert opened is not None
+    actor.publish(opened)
+    assert await_handle(opened.folder, waiter="the test").adapters is None, "our own servers get whole weights"

@@ -163,7 +163,8 @@ def check_room(config: Config) -> None:
     cluster = config.cluster
     elsewhere = cluster.address is not None and all(cluster.pool_of(role) for role in ("actor", "rollout"))
     num_versions = PUBLISHED if config.has_trainer and not elsewhere else 0
-    num_versions = min(num_versions, 1) if config.sends_adapters else num_versions  # only their base is large
+    if config.sends_adapters:  # only their base is large, and foreign engines load it by themselves
+        num_versions = min(num_versions, int(not config.engine_serves_adapters))
     # "auto" on a machine without an accelerator is float32: this is a lower bound, as all that is counted here.
     served = {"float32": 4, "bfloat16": 2, "auto": 4 if config.model.device == "cpu" else 2}[config.model.dtype]
     remedy = f"free some, or mount {published} larger (in a container: --shm-size)"

@@ -233,9 +233,22 @@ class Config(Section):
 
     @property
     def sends_adapters(self) -> bool:
-        """Return whether the trainer sends adapters alone, and the servers have the weights to which they are added.
-        Otherwise it adds them itself and sends whole weights."""
-        return self.trainer.lora is not None and self.rollout.engine == "penstock"
+        """Return whether the trainer sends adapters alone. Otherwise it adds them to the other weights and sends all.
+
+        Our own servers add them to weights that they get from the trainer. A foreign engine must have loaded the
+        weights to which they belong (`engine_serves_adapters`).
+        """
+        is_own = self.has_trainer and self.trainer.lora is not None and self.rollout.engine == "penstock"
+        return is_own or self.engine_serves_adapters
+
+    @property
+    def engine_serves_adapters(self) -> bool:
+        """Return whether the policy's versions are adapters of a foreign engine: the run starts it, training begins
+        with the weights at `model.path`, which the engine loads by itself, and it never discards them."""
+        is_ours = self.rollout.engine == "penstock" or bool(self.rollout.urls)
+        begins_at_path = self.model.path != "tiny" and not self.model.warm_start.steps
+        keeps_weights = begins_at_path and not self.gives_devices
+        return self.has_trainer and self.trainer.lora is not None and not is_ours and keeps_weights
 
     @property
     def replays_routers(self) -> bool:

@@ -120,8 +120,9 @@ class CriticConfig(Section):
 
 class LoraConfig(Section):
     """Low-rank adapters. Only the adapters are trained, in float32; the other weights have the dtype of the passes
-    (`model.dtype`). Our own servers get the adapters alone, other engines whole weights with the adapters added. The
-    reference policy of `objective.kl_coef` is the policy without its adapters."""
+    (`model.dtype`). Only the adapters travel to our own servers, and to engines that the run starts with the weights at
+    `model.path`. Other servers get whole weights with the adapters added. The reference policy of `objective.kl_coef`
+    is the policy without its adapters."""
 
     rank: int = Field(16, ge=1)
     alpha: int = Field(32, ge=1)

@@ -290,6 +290,7 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         lost=lambda url, why: recorder.event("server_lost", url=url, why=why),
         keeps_weights=config.uses_given_weights,
         takes_turns=config.gives_devices,
+        serves_adapters=config.engine_serves_adapters,
     )
     model_name = config.model_name
     if config.uses_given_weights:

@@ -61,6 +61,7 @@ class Worker(Member):
             seeded=rollout.seeded,
             keeps_weights=config.uses_given_weights,
             takes_turns=config.gives_devices,
+            serves_adapters=config.engine_serves_adapters,
         )
         self._writer, self._saved = pool.writer, PartialRollouts(config, pool)
         self._controllers_host = ""

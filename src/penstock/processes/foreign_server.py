@@ -48,6 +48,7 @@ from penstock.rollout.app import ApiKeys, App
 from penstock.rollout.claim import Claim
 from penstock.rollout.client import ServerClient
 from penstock.rollout.http import Refused, Route, read_bytes, unless_disconnected
+from penstock.rollout.served_adapters import HELD
 from penstock.rollout.servers import CONFLICT, connect
 from penstock.rollout.session import KEEP_ALIVE_S, HttpSession, RolloutError, open_session
 from penstock.runtime.http_server import bind, listening, url_of
@@ -87,6 +88,9 @@ UNTIED = '{"tie_word_embeddings": false}'
 untied, and we send these weights by name."""
 
 
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks for which vLLM has room for adapters. It takes smaller ones too."""
+
 METERS = {
     "penstock": ("penstock_generation_tokens", "penstock_num_requests_running"),
     "vllm": ("vllm:generation_tokens", "vllm:num_requests_running"),
@@ -123,14 +127,22 @@ async def serve(child: Child, config: Config) -> None:
     try:
         async with engine_of(child, config) as (url, process):
             keeps, is_only = config.uses_given_weights, len(rollout.urls) < 2
-            gives = config.gives_devices
-            client = connect(rollout.engine, url, session, keeps_weights=keeps, takes_turns=gives)
+            client = connect(
+                rollout.engine,
+                url,
+                session,
+                keeps_weights=keeps,
+                takes_turns=config.gives_devices,
+                serves_adapters=config.engine_serves_adapters,
+            )
             claim = ServerClaim(client, child.run_id, secret, is_only=is_only, is_shared=keeps)
             if config.rollout.urls and is_running(child):
                 logger.info("joins the run again; clients use the server at %s once it answers", url)
             else:
                 await await_server(config, claim, process)
-                if gives and client.discards_weights:  # the trainer, which starts next, may need all the memory
+                if (
+                    config.gives_devices and client.discards_weights
+                ):  # the trainer, which starts next, may need all the memory
                     await client.release()
             if not (config.has_trainer or rollout.urls):
                 await client.label_weights(str(stored_version(model_dir(config, child.run_dir))))
@@ -267,12 +279,13 @@ def command(child: Child, config: Config, place: Place, own_key: str | None) -> 
     words = [rollout.python or sys.executable, "-m", MODULES[rollout.engine]]
     words += ["--host", LOOPBACK, "--port", str(place)] if isinstance(place, int) else ["--uds", str(place)]
     words += ["--served-model-name", config.model.path]
-    words += ["--dtype", config.model.dtype, *(["--load-format", "dummy"] if config.has_trainer else [])]
+    gets_weights = config.has_trainer and not config.engine_serves_adapters
+    words += ["--dtype", config.model.dtype, *(["--load-format", "dummy"] if gets_weights else [])]
     if rollout.engine == "vllm":
         words += ["--model", model, "--max-model-len", str(config.model.max_context)]
         words += ["--max-num-seqs", str(rollout.slots), "--enable-scale-out"]
         words += ["--logprobs-mode", "processed_logprobs", "--uvicorn-log-level", "warning"]
-        words += ["--hf-overrides", UNTIED] if config.has_trainer else []
+        words += ["--hf-overrides", UNTIED] if gets_weights else []
         words += ["--enable-sleep-mode"] if config.gives_devices and has_accelerator(config) else []
     else:
         words += ["--model-path", model, "--context-length", str(config.model.max_context)]
@@ -281,7 +294,21 @@ def command(child: Child, config: Config, place: Place, own_key: str | None) -> 
         words += ["--enable-memory-saver"] if config.gives_devices else []
     if config.replays_routers and routing(Path(model)) is not None:
         words.append("--enable-return-routed-experts")
-    return [*words, *rollout.args]
+    return [*words, *_for_adapters(config), *rollout.args]
+
+
+def _for_adapters(config: Config) -> list[str]:
+    """Return the options with which the engine serves the policy's adapters, if it does."""
+    lora = config.trainer.lora
+    if lora is None or not config.engine_serves_adapters:
+        return []
+    if config.rollout.engine == "vllm":
+        rank = next((rank for rank in VLLM_RANKS if rank >= lora.rank), lora.rank)
+        return ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(HELD), "--max-cpu-loras", str(HELD)]
+    is_all = lora.targets == "all-linear"
+    targets = ["all"] if is_all else sorted({name.rpartition(".")[2] for name in lora.targets})
+    numbers = ["--max-lora-rank", str(lora.rank), "--max-loras-per-batch", str(HELD), "--max-loaded-loras", str(HELD)]
+    return ["--enable-lora", *numbers, "--lora-target-modules", *targets]
 
 
 def _key_file(child: Child, own_key: str | None) -> Path:
@@ -298,7 +325,8 @@ def environment(config: Config, number: int) -> dict[str, str]:
     The key is passed here because a command line is visible to other users.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES.values()}
-    wanted = VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": str(config.rollout.torch_threads)} | inherited
+    updating = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if config.engine_serves_adapters else {}
+    wanted = VLLM_ENVIRONMENT | updating | {"OMP_NUM_THREADS": str(config.rollout.torch_threads)} | inherited
     api_key = {"VLLM_API_KEY": config.rollout.api_key} if config.rollout.api_key else {}
     return wanted | of_foreign_server(config, number) | api_key
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from penstock.config import Config, TrainerConfig
+from penstock.config import Config, ConfigError, TrainerConfig
 from penstock.groups.batch import Batch
 from penstock.groups.collect import add, first, reduce
 from penstock.groups.intent import PerRank, Shard
@@ -225,7 +225,8 @@ class Actor(TrainerRank):
             return None
         if forms.adapters is None:
             return OpenedFolders(publisher.open(forms.whole.layout, version).folder)
-        base = publisher.open_base(forms.whole.layout).folder if publisher.base() is None else None
+        has_base = self._config.engine_serves_adapters or publisher.base() is not None
+        base = None if has_base else publisher.open_base(forms.whole.layout).folder
         folder = publisher.open(forms.adapters.layout, version, adapters=True).folder
         lora = self._config.trainer.lora
         assert lora is not None
@@ -288,7 +289,7 @@ class Actor(TrainerRank):
             return None
         lora, targets = self._config.trainer.lora, targets_of(self._held.model)
         base = None if self._publisher is None else self._publisher.base()
-        if base is None:
+        if base is None and not self._config.engine_serves_adapters:
             raise NotPublished("the weights to which the adapters are added could not be written")
         assert lora is not None and targets is not None
         return AdaptersForm(base=base, rank=lora.rank, alpha=lora.alpha, targets=targets)
@@ -329,6 +330,8 @@ class Actor(TrainerRank):
         """The forms of what is published. Adapters travel alone if the servers can add them to their weights."""
         config, model = self._config, self._held.model
         sends_adapters = config.sends_adapters and targets_of(model) is not None
+        if config.engine_serves_adapters and not sends_adapters:
+            raise ConfigError(f"trainer.lora.targets: {config.rollout.engine} serves adapters of linear layers only")
         whole = PublishedForm.of(
             self._model,
             dict(plain_parameters(model)),

@@ -21,6 +21,7 @@ from msgspec import Struct
 from penstock.deadline import Stalled, deadline
 from penstock.rollout import bodies
 from penstock.rollout.request import MAX_TOKEN
+from penstock.rollout.served_adapters import HELD, ListedModels, ServedAdapters, name_of
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.routed_experts import Routing, compact, from_wire
 from penstock.runtime.http_client import short
@@ -66,18 +67,6 @@ STAT_S = 30.0
 FINISH_REASONS: dict[type, FinishReason] = {bodies.Stop: "stop", bodies.Length: "length", bodies.Abort: "abort"}
 
 
-class ListedModel(Struct):
-    """A model of `/v1/models`."""
-
-    id: str
-
-
-class ListedModels(Struct):
-    """The reply of `/v1/models`."""
-
-    data: list[ListedModel]
-
-
 class Claimed(NamedTuple):
     """What a server says that it serves. None: it does not say."""
 
@@ -112,6 +101,11 @@ class ServerClient(ABC):
     keeps_weights = False
     """Whether the server is used with the weights that it has. A label that is not a policy_version, or none at all,
     then means that the version is not known (`NO_VERSION`)."""
+    serves_adapters = False
+    """Whether the policy's versions are adapters, and requests must name one. The server started with the weights to
+    which they belong."""
+    adapters_prefix = ""
+    """Of the paths of the engine's routes for adapters."""
     routing: Routing | None = None
     """What the policy's routers record. None: it has no experts, or their record is not wanted."""
     seeded = False
@@ -202,10 +196,52 @@ class ServerClient(ABC):
             found = await asyncio.to_thread(lambda: path.stat().st_size if path.is_file() else -1)
         if found != handle.num_bytes:
             raise RolloutError(self.url, f"weights file {path} has {found} bytes, expected {handle.num_bytes}", 400)
+        if handle.adapters is not None:
+            await self._adapters.load(handle)
 
     @abstractmethod
     async def commit_weights(self, handle: WeightsHandle) -> None:
         """Serve the weights that `begin_weights` staged."""
+
+    @property
+    def _adapters(self) -> ServedAdapters:
+        return ServedAdapters(self.url, self._session, prefix=self.adapters_prefix)
+
+    async def _adapter_name(self) -> str:
+        """Return the name of the served adapters, which a request must name. Raises RolloutError with status 503 if the
+        label of the weights is no version."""
+        return name_of(self._version((await self._label()).weight_version))
+
+    async def _commit_adapters(self, policy_version: int) -> None:
+        """Let new requests name the adapters of this version.
+
+        Running requests keep theirs to the end, and nothing pauses. With `retract`, or if the server holds too many
+        adapters, they end with their tokens so far, and old adapters are unloaded. Raises RolloutError with status 409
+        if the server does not hold the adapters, because it was restarted since they were staged.
+        """
+        held, label = await self._adapters.held(), str(policy_version)
+        if policy_version not in held:
+            raise RolloutError(self.url, f"does not hold the adapters of policy_version {policy_version}", 409)
+        if self.update_mode != "retract" and len(held) < HELD:
+            await self.label_weights(label)
+            return
+        before = (await self._label()).weight_version
+        try:
+            await self._end_running()
+            await self.label_weights(label)
+            for version in held:
+                if str(version) not in (label, before):
+                    await self._adapters.unload(version)
+        finally:
+            await self._continue()
+
+    async def _end_running(self) -> None:
+        """Pause, and end all running requests with their tokens so far."""
+        raise NotImplementedError
+
+    async def _continue(self) -> None:
+        """End the pause."""
+        raise NotImplementedError
 
     async def abort_weights(self) -> None:  # noqa: B027 (an engine that stages nothing has nothing to drop)
         """Drop the staged weights."""

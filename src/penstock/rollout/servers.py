@@ -98,12 +98,13 @@ def connect(
     seeded: bool = False,
     keeps_weights: bool = False,
     takes_turns: bool = False,
+    serves_adapters: bool = False,
 ) -> ServerClient:
     """Return the client of one server. With `update_mode` None, the client's default applies. `routing`, `seeded`,
-    `keeps_weights` and `takes_turns`: see `ServerClient`."""
+    `keeps_weights`, `takes_turns` and `serves_adapters`: see `ServerClient`."""
     client = CLIENTS[engine](url.rstrip("/"), session, update_mode=update_mode)
     client.routing, client.seeded, client.keeps_weights = routing, seeded, keeps_weights
-    client.takes_turns = takes_turns
+    client.takes_turns, client.serves_adapters = takes_turns, serves_adapters
     return client
 
 
@@ -176,10 +177,12 @@ class Servers:
         seeded: bool = False,
         keeps_weights: bool = False,
         takes_turns: bool = False,
+        serves_adapters: bool = False,
     ) -> None:
         """`claim`: nonce of the run, for a process that controls its servers. `lost` is called with the URL of a lost
         server and the reason. With `update_mode` None, the engine client's default applies. `routing`: what the
-        policy's routers record; None: nothing. `seeded`, `keeps_weights`, `takes_turns`: see `ServerClient`."""
+        policy's routers record; None: nothing. `seeded`, `keeps_weights`, `takes_turns`, `serves_adapters`: see
+        `ServerClient`."""
         self._session = HttpSession(api_key=api_key, claim=claim, timeout_s=timeout_s)
         self._connect = partial(
             connect,
@@ -190,6 +193,7 @@ class Servers:
             seeded=seeded,
             keeps_weights=keeps_weights,
             takes_turns=takes_turns,
+            serves_adapters=serves_adapters,
         )
         self._servers = [ServerState(self._connect(url)) for url in urls]
         self._last_server: OrderedDict[EpisodeId, ServerState] = OrderedDict()

@@ -28,6 +28,7 @@ from penstock.rollout.client import (
     ServerClient,
     sampling_body,
 )
+from penstock.rollout.served_adapters import span_of
 from penstock.rollout.session import RolloutError
 from penstock.samples import Segment
 from penstock.types import Sampling, SegmentGrant, UpdateMode, WeightsHandle
@@ -70,10 +71,16 @@ class SGLangClient(ServerClient):
             return_routed_experts=start is not None,
             routed_experts_start_len=start or 0,
         )
+        adapter = await self._adapter_name() if self.serves_adapters else None
+        if adapter is not None:
+            body.lora_path = [adapter for _ in grants]
         kind, most = list[bodies.SampledReply], self._answer_bytes(len(prompt_ids), grants, sampling)
         replies = await self._session.call(
             "POST", self.url, "/generate", body, kind, timeout_s=ANSWER_S, max_bytes=most
         )
+        if adapter is not None:
+            for reply in replies:
+                reply.meta_info.weight_versions = span_of(adapter, len(reply.output_ids))
         return self._segments(replies, len(prompt_ids), grants, sampling)
 
     async def alive(self) -> None:
@@ -117,7 +124,10 @@ class SGLangClient(ServerClient):
         """Make the server load weights from the directory.
 
         This is the only kind of update that SGLang rolls back if it fails, and it needs no bracket. Without a pause,
-        SGLang waits until no request runs; this is `drain`."""
+        SGLang waits until no request runs; this is `drain`. Adapters are loaded already."""
+        if handle.adapters is not None:
+            await self._commit_adapters(handle.policy_version)
+            return
         if await self.is_asleep():
             await self._wake_with(handle)
             return
@@ -128,7 +138,7 @@ class SGLangClient(ServerClient):
             await self._load(handle, flush=self.update_mode != "in_place")
         finally:
             if pause is not None:
-                await self._post("/continue_generation", {}, timeout_s=RESUME_S)
+                await self._continue()
 
     async def _wake_with(self, handle: WeightsHandle) -> None:
         """Wake the engine with these weights. If that fails, it sleeps on, and any later update may wake it."""
@@ -141,7 +151,7 @@ class SGLangClient(ServerClient):
                 await self.label_weights(ASLEEP)
                 await self._post(RELEASE, {"tags": ["weights"]})
             raise
-        await self._post("/continue_generation", {}, timeout_s=RESUME_S)
+        await self._continue()
 
     async def _load(self, handle: WeightsHandle, *, flush: bool) -> None:
         body = {
@@ -154,3 +164,9 @@ class SGLangClient(ServerClient):
         outcome = await self._session.call("POST", self.url, path, body, bodies.Outcome, timeout_s=seconds)
         if not outcome.success:
             raise RolloutError(self.url, f"did not load the weights: {outcome.message}", 400)
+
+    async def _end_running(self) -> None:
+        await self._post("/pause_generation", {"mode": PAUSES["retract"]})
+
+    async def _continue(self) -> None:
+        await self._post("/continue_generation", {}, timeout_s=RESUME_S)

@@ -413,4 +413,4 @@ class WeightsUpdate:
 
 
 def _base_of(adapters: AdaptersForm) -> tuple[str, frozenset[str]]:
-    return adapters.base.fingerprint, frozenset(adapters.targets)
+    return "" if adapters.base is None else adapters.base.fingerprint, frozenset(adapters.targets)

@@ -27,6 +27,7 @@ from penstock.deadline import Stalled
 from penstock.rollout import bodies
 from penstock.rollout.client import ANSWER_S, ASLEEP, COMMIT_S, RESUME_S, ServerClient
 from penstock.rollout.generator import all_of
+from penstock.rollout.served_adapters import span_of
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.routed_experts import from_npy
 from penstock.samples import Segment
@@ -75,6 +76,8 @@ class Generated(Struct):
     """The reply of `/inference/v1/generate`."""
 
     choices: list[Choice]
+    model: str | None = None
+    """The model or adapter that computed the samples. None in vLLM releases that do not say."""
 
 
 class ModelSettings(Struct):
@@ -108,6 +111,7 @@ class VllmClient(ServerClient):
     update_mode = "in_place"
     discards_weights = True
     label_path = "/weight_info"
+    adapters_prefix = "/v1"
     routing_remedy = "start it with --enable-return-routed-experts"
 
     def __init__(self, url: str, session: HttpSession, *, update_mode: UpdateMode | None = None) -> None:
@@ -147,7 +151,10 @@ class VllmClient(ServerClient):
         }
         if self.seeded:
             body["sampling_params"]["seed"] = stable_seed(seed, len(prompt_ids))
-        if self._salt:
+        adapter = await self._adapter_name() if self.serves_adapters else None
+        if adapter is not None:
+            body["model"] = adapter  # vLLM reuses prompts of the same adapter only
+        elif self._salt:
             body["cache_salt"] = self._salt
         if self._returns_experts and (start := self._routed_from(sampling)):
             body["sampling_params"]["routed_experts_prompt_start"] = start
@@ -159,6 +166,10 @@ class VllmClient(ServerClient):
             raise RolloutError(self.url, f"returned {len(reply.choices)} samples instead of 1", 200)
         (choice,) = reply.choices
         spans = [span for span in choice.weight_versions or () if span.end > span.start]
+        if adapter is not None:
+            if reply.model not in (None, adapter):
+                raise RolloutError(self.url, f"computed a sample with {reply.model!r} instead of {adapter!r}", 200)
+            spans = span_of(adapter, len(choice.token_ids))
         logprobs = [each.logprob for each in choice.logprobs.content or ()] if choice.logprobs else []
         segment = self._segment(grant, choice.token_ids, logprobs, spans, choice.finish_reason)
         if spans:
@@ -175,6 +186,9 @@ class VllmClient(ServerClient):
             ("POST", GENERATE, {}, "--enable-scale-out"),
         ]
         needed = needed[1:] if self.keeps_weights else needed
+        if self.serves_adapters:
+            remedy = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, and --enable-lora"
+            needed.append(("POST", "/v1/load_lora_adapter", {}, remedy))
         for method, path, body, remedy in needed:
             try:
                 await self._session.send(method, self.url, path, body)
@@ -210,7 +224,10 @@ class VllmClient(ServerClient):
         """Pause, make every worker load the directory, set the version label, and continue.
 
         A failure in between leaves the label `UNKNOWN`, or a server that is asleep. So no later sample counts as one of
-        a known version."""
+        a known version. Adapters are loaded already."""
+        if handle.adapters is not None:
+            await self._commit_adapters(handle.policy_version)
+            return
         if await self.is_asleep():
             await self._wake_with(handle)
             return
@@ -219,7 +236,13 @@ class VllmClient(ServerClient):
             await self.forget_weights()
             await self._load(handle)
         finally:
-            await self._post("/resume", timeout_s=RESUME_S)
+            await self._continue()
+
+    async def _end_running(self) -> None:
+        await self._post(PAUSES["retract"], timeout_s=COMMIT_S["retract"])
+
+    async def _continue(self) -> None:
+        await self._post("/resume", timeout_s=RESUME_S)
 
     async def _wake_with(self, handle: WeightsHandle) -> None:
         """Wake the engine with these weights. If that fails, it sleeps on, and any later update may wake it."""

@@ -21,6 +21,8 @@ def layout_of_adapters(form: AdaptersForm, base: Layout) -> Layout:
 
     Raises `WeightsMismatch` if the weights have no such adapters.
     """
+    if form.base is None:
+        raise WeightsMismatch("the adapters belong to weights that were not published: this server needs these first")
     if form.base.adapters is not None:
         raise WeightsMismatch("the base of adapters must have whole weights, but it has adapters itself")
     if form.rank < 1 or form.alpha < 1 or not form.targets:
@@ -58,7 +60,8 @@ class MergingReceiver:
         if form is None:
             self._base, self._base_fingerprint = {}, None
             return {name: tensor.to(self._device) for name, tensor in self._receive(handle).items()}
-        self._obtain_base(form, handle.policy_version)
+        if form.base is not None:  # else the adapters are refused
+            self._obtain_base(form.base, handle.policy_version)
         adapters = self._receive(handle)
         sums = {}
         for target in form.targets:
@@ -66,12 +69,12 @@ class MergingReceiver:
             sums[target] = merged(self._base[target].to(self._device), change_of(a, b, alpha=form.alpha))
         return {**self._base, **sums}
 
-    def _obtain_base(self, form: AdaptersForm, policy_version: int) -> None:
-        wanted = form.base.fingerprint
+    def _obtain_base(self, handle: WeightsHandle, policy_version: int) -> None:
+        wanted = handle.fingerprint
         if wanted == self._base_fingerprint:
             return
         try:
-            base = self._receive(form.base)
+            base = self._receive(handle)
         except WeightsMismatch as error:
             held = "none" if self._base_fingerprint is None else self._base_fingerprint
             raise WeightsMismatch(

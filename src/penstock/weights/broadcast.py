@@ -131,7 +131,7 @@ class Offers:
         """Offer a version, and what its adapters are added to. Return its handle, with the places where machines
         meet."""
         meeting, form = self._offered(handle, self._newest, kept=KEPT_OFFERS), handle.adapters
-        if form is not None:
+        if form is not None and form.base is not None:
             base = replace(form.base, meeting=self._offered(form.base, self._bases, kept=1))
             form = replace(form, base=base)
         return replace(handle, meeting=meeting, adapters=form)

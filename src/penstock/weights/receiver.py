@@ -57,7 +57,7 @@ def linked(handle: WeightsHandle, *, service: str, secret: str, machine: str) ->
     """
     folder, name = Path(handle.path).parts[-2:]
     adapters = handle.adapters
-    if adapters is not None:
+    if adapters is not None and adapters.base is not None:
         adapters = replace(adapters, base=linked(adapters.base, service=service, secret=secret, machine=machine))
     url = link(service, str(Path(WEIGHTS) / folder / name), secret)
     return replace(handle, machine=machine, url=url, adapters=adapters)
@@ -118,7 +118,8 @@ class Receiver:
             raise WeightsMismatch(f"weights of this model have at most {most} bytes, not {handle.num_bytes}")
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = self._directory / _file_name(handle)
-        kept = [path.name] if handle.adapters is None else [path.name, _file_name(handle.adapters.base)]
+        base = None if handle.adapters is None else handle.adapters.base
+        kept = [path.name] if base is None else [path.name, _file_name(base)]
         for left in self._directory.iterdir():
             if not left.name.startswith(tuple(kept)):
                 left.unlink(missing_ok=True)

@@ -50,7 +50,7 @@ def receive(handle: WeightsHandle, expected: Layout) -> dict[str, Tensor]:
     if (found := fingerprint(named, handle.adapters)) != handle.fingerprint:
         message = f"{path} has fingerprint {found}, expected {handle.fingerprint}: its bytes changed"
         if handle.adapters is not None:
-            message += f", or its adapters do not belong to base {handle.adapters.base.fingerprint}"
+            message += f", or its adapters do not belong to base {_base_of(handle.adapters)}"
         raise WeightsMismatch(message)
     return named
 
@@ -76,11 +76,15 @@ def fingerprint(named: Mapping[str, Tensor], adapters: AdaptersForm | None = Non
     the tensors are added to and how, if they are adapters."""
     names, digest = sorted(named), hashlib.blake2b(digest_size=16)
     if adapters is not None:
-        digest.update(f"{adapters.base.fingerprint} {adapters.rank} {adapters.alpha}\n".encode())
+        digest.update(f"{_base_of(adapters)} {adapters.rank} {adapters.alpha}\n".encode())
     with ThreadPoolExecutor(HASHING_THREADS, "fingerprint") as threads:
         for name, checksum in zip(names, threads.map(_checksum, [named[name] for name in names]), strict=True):
             digest.update(f"{name} {tuple(named[name].shape)} {named[name].dtype} {checksum}\n".encode())
     return digest.hexdigest()
+
+
+def _base_of(adapters: AdaptersForm) -> str:
+    return "of the model's directory" if adapters.base is None else adapters.base.fingerprint
 
 
 def _checksum(tensor: Tensor) -> int:
