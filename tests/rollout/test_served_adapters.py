@@ -376,6 +376,18 @@ async def test_a_restart_between_staging_and_commit_is_noticed(
     assert raised.value.status == 409 and stand_in.label == "default"
 
 
+async def test_an_update_that_is_given_up_leaves_no_adapters(
+    server: tuple[Engine, str], session: HttpSession, stand_in: StandIn, trainer: Trainer
+) -> None:
+    client = client_of(server, session, "in_place")
+    await update(client, trainer.publish(1))
+    await client.begin_weights(trainer.publish(2))
+    await client.abort_weights()
+    assert list(stand_in.adapters) == ["policy-1"] and await client.served_version() == 1
+    await update(client, trainer.publish(3))
+    assert list(stand_in.adapters) == ["policy-1", "policy-3"]
+
+
 async def test_what_the_engine_cannot_load_leaves_the_old_version(
     server: tuple[Engine, str], session: HttpSession, stand_in: StandIn, trainer: Trainer
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_training_run import EXAMPLES, leftovers, lines, only_run, train
+from test_training_run import EXAMPLES, SHORT, leftovers, lines, only_run, train
 
 ENVIRONMENT = EXAMPLES.parent / ".venv-vllm"
 PYTHON = ENVIRONMENT / "bin" / "python"
@@ -39,4 +39,25 @@ def test_it_reaches_what_our_own_engine_reaches(tmp_path: Path) -> None:
     assert theirs["eval_after"] == pytest.approx(ours["eval_after"], abs=0.08)
     run_dir = only_run(tmp_path / "theirs")
     assert max(line["staleness_max"] for line in lines(run_dir / "metrics.jsonl")) >= 1
+    assert leftovers(run_dir) == []
+
+
+def test_it_serves_the_adapters_that_the_trainer_publishes(tmp_path: Path) -> None:
+    """Training begins with a checkpoint, which vLLM loads by itself. At the seventh update it unloads old adapters."""
+    begun = train("quickstart", tmp_path / "begun", *SETTINGS, "trainer.steps=2", *SHORT, timeout_s=600)
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    start = only_run(tmp_path / "begun") / "checkpoints" / "step_2"
+    found = summary(
+        "vllm",
+        tmp_path / "adapters",
+        *(f"rollout.python={PYTHON}", f"model.path={start}", "model.warm_start.steps=0"),
+        *("trainer.lora={rank: 4, alpha: 8}", "trainer.learning_rate=5e-3", "trainer.warmup_steps=0"),
+        *("trainer.steps=14", "trainer.groups_per_step=8", "trainer.canaries.parity_every=1", "data.eval_tasks=32"),
+    )
+    run_dir = only_run(tmp_path / "adapters")
+    steps = lines(run_dir / "metrics.jsonl")
+    assert found["kl_engine_trainer"] < 1e-4 and max(step["parity_gap_max"] for step in steps) < 1e-2
+    assert sum(step["grad_norm"] > 0 for step in steps) > 10 and sum(step["kl_tokens"] > 0 for step in steps) > 1
+    log = (run_dir / "logs" / "rollout-0.log").read_text()
+    assert "Loaded new LoRA adapter: name 'policy-14'" in log and "Removed LoRA adapter: name 'policy-5'" in log
     assert leftovers(run_dir) == []

@@ -210,7 +210,8 @@ class ServerClient(ABC):
     async def _adapter_name(self) -> str:
         """Return the name of the served adapters, which a request must name. Raises RolloutError with status 503 if the
         label of the weights is no version."""
-        return name_of(self._version((await self._label()).weight_version))
+        served = await self._session.call("GET", self.url, self.label_path, None, ServedLabel)  # it may be busy
+        return name_of(self._version(served.weight_version))
 
     async def _commit_adapters(self, policy_version: int) -> None:
         """Let new requests name the adapters of this version.
@@ -243,8 +244,14 @@ class ServerClient(ABC):
         """End the pause."""
         raise NotImplementedError
 
-    async def abort_weights(self) -> None:  # noqa: B027 (an engine that stages nothing has nothing to drop)
-        """Drop the staged weights."""
+    async def abort_weights(self) -> None:
+        """Drop the staged weights. An engine that reads files has staged nothing but adapters, which no request names
+        yet."""
+        served = (await self._label()).weight_version if self.serves_adapters else ""
+        if served.isdecimal():
+            for version in await self._adapters.held():
+                if version > int(served):
+                    await self._adapters.unload(version)
 
     @abstractmethod
     async def release(self) -> None:
