@@ -19,9 +19,9 @@ def names_of(target: str) -> tuple[str, str]:
 
 def change_of(a: Tensor, b: Tensor, *, alpha: float) -> Tensor:
     """Return what adapters `a`, [rank, inputs], and `b`, [outputs, rank], add to a weight, [outputs, inputs]."""
-    return b @ a * (alpha / len(a))
+    return (b @ a).mul_(alpha / len(a))
 
 
 def merged(weight: Tensor, change: Tensor) -> Tensor:
-    """Return a weight with its adapters. It is added in the higher precision of both, and rounded once."""
-    return (weight + change).to(weight.dtype)
+    """Return a weight plus its float32 change, rounded once. The change is overwritten, which saves memory."""
+    return change.add_(weight).to(weight.dtype)
