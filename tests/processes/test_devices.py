@@ -16,7 +16,7 @@ from penstock.deadline import Stalled
 from penstock.processes import foreign_server
 from penstock.processes.devices import take_one
 from penstock.processes.foreign_server import environment
-from penstock.processes.visible import VARIABLES, num_devices, share_in
+from penstock.processes.visible import VARIABLES, num_devices, share_in, shares_device
 
 CUDA, NPU = VARIABLES["cuda"], VARIABLES["npu"]
 IN_TURNS = {"scheduler": {"mode": "colocated", "max_staleness": 0}}
@@ -201,3 +201,42 @@ async def test_an_engine_that_starts_again_waits_until_the_trainer_has_given_the
 )
 def test_what_a_command_line_gives_an_engine(engine: str, words: list[str], expected: float | None) -> None:
     assert share_in(engine, words) == expected
+
+
+@pytest.mark.parametrize(
+    ("seen", "sections", "expected"),
+    [
+        ("0", {}, True),
+        ("0,1", {}, False),
+        ("0,1", {"rollout": {"args": ["--tp", "2"]}}, True),
+        ("0,1", {"rollout": {"engine": "penstock"}}, False),
+        ("0", {"rollout": {"engine": "penstock"}}, True),
+        ("0", IN_TURNS, False),
+        ("0", {"pipeline": "rollout", "model": {"path": "/model"}}, False),
+        ("0", {"rollout": {"urls": ["http://127.0.0.1:1"]}}, False),
+        ("0", {"model": {"device": "cpu"}}, False),
+        ("0", JUDGED | {"cluster": {"address": "auto", "pools": {"serve": {"roles": ["rollout"]}}}}, False),
+    ],
+)
+def test_a_server_shares_the_device_of_the_trainer_if_there_is_no_other(
+    monkeypatch: pytest.MonkeyPatch, seen: str, sections: dict[str, Any], expected: bool
+) -> None:
+    monkeypatch.setenv(CUDA, seen)
+    rollout = {"engine": "vllm", **sections.get("rollout", {})}
+    assert shares_device(Config.model_validate(sections | {"rollout": rollout}), 0) is expected
+
+
+async def test_an_engine_that_shares_a_device_starts_with_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUDA, "0")
+    plan: dict[str, Any] = {"fits": True, "engine_words": ["--gpu-memory-utilization", "0.43"]}
+    monkeypatch.setattr(foreign_server, "memory_plan", lambda config: plan)
+    child: Any = SimpleNamespace(name="rollout-0")
+    config = Config.model_validate({"rollout": {"engine": "vllm"}})
+    assert await foreign_server.memory_words(child, config) == plan["engine_words"]
+    given = Config.model_validate({"rollout": {"engine": "vllm", "args": ["--gpu-memory-utilization", "0.5"]}})
+    assert await foreign_server.memory_words(child, given) == []
+    needs = [{"who": "actor", "total": 60 * 2**30}, {"who": "rollout server (vllm)", "total": 30 * 2**30}]
+    plan |= {"fits": False, "engine_words": [], "largest": 90 * 2**30, "capacity": 80 * 2**30, "needs": needs}
+    told = r"need at least 90.0 GiB of its 80.0 GiB \(actor 60.0, rollout server \(vllm\) 30.0\): use scheduler.mode"
+    with pytest.raises(ConfigError, match=told):
+        await foreign_server.memory_words(child, config)

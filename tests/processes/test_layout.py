@@ -97,8 +97,8 @@ def test_servers_take_turns_with_a_trainer_that_is_where_they_are(given: list[st
     assert takes_turns(default_config(given)) is expected
 
 
-@pytest.mark.parametrize("given", [["rollout.engine=vllm"], ["rollout.engine=sglang"], []])
-def test_an_engine_that_takes_turns_starts_on_an_empty_device(given: list[str]) -> None:
-    names = [[spec.name for spec in stage] for stage in stages(default_config([*given, *TURNS]))]
+@pytest.mark.parametrize("given", [["rollout.engine=vllm"], ["rollout.engine=sglang", *TURNS], TURNS])
+def test_engines_of_others_start_before_the_trainer_takes_memory(given: list[str]) -> None:
+    names = [[spec.name for spec in stage] for stage in stages(default_config(given))]
     apart = [["controller"], ["rollout-0"], ["trainer-0"], ["env-0"]]
-    assert names == (apart if given else [["controller"], ["rollout-0", "trainer-0"], ["env-0"]])
+    assert names == ([["controller"], ["rollout-0", "trainer-0"], ["env-0"]] if given == TURNS else apart)

@@ -104,6 +104,46 @@ def test_foreign_engines_have_settings_of_their_own() -> None:
     assert [need.who for need in plan.needs] == ["actor"]
 
 
+SHARING = {"trainer": {"lora": {"rank": 8}, "activation_checkpointing": True, "tokens_per_microbatch": 8192}}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_takes_what_the_trainer_of_its_device_leaves(engine: str) -> None:
+    wanted = config(rollout={"engine": engine}, **SHARING)
+    plan = plan_of(wanted, num_devices=1)
+    actor, server = plan.needs
+    assert plan.fits and server.who == f"rollout server ({engine})" and server.parts["weights"] > 16e9
+    found, share = plan.engine_words
+    assert found == {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}[engine]
+    left = (plan.capacity - actor.total - 2**30) / plan.capacity
+    assert float(share) == pytest.approx(left * (1.0 if engine == "vllm" else 0.85), abs=0.011)
+    assert plan_of(wanted, num_devices=2).engine_words == [], "it has a device of its own"
+    of_two = plan_of(changed(wanted, ["rollout.args=[--tp, '2']", "trainer.ranks=2"]), num_devices=2)
+    assert of_two.engine_words and of_two.needs[1].parts["weights"] == server.parts["weights"] // 2
+    servers = plan_of(changed(wanted, ["rollout.servers=2"]), num_devices=1)
+    assert servers.largest == actor.total + 2 * server.total and servers.fits
+    assert not plan_of(changed(wanted, ["rollout.servers=4"]), num_devices=1).fits
+
+
+def test_what_the_user_gives_an_engine_is_counted_and_not_changed() -> None:
+    fits, does_not = (
+        plan_of(config(rollout={"engine": "vllm", "args": [f"--gpu-memory-utilization={share}"]}, **SHARING), 80, 1)
+        for share in (0.4, 0.9)
+    )
+    assert fits.fits and fits.engine_words == []
+    assert fits.needs[1].parts["--gpu-memory-utilization 0.4 in rollout.args"] == int(0.4 * 80 * GIB)
+    assert not does_not.fits and does_not.tensors > does_not.capacity
+
+
+def test_an_engine_without_room_beside_the_trainer_may_take_turns() -> None:
+    wanted = config(rollout={"engine": "vllm"}, **SHARING)
+    plan = plan_of(wanted, gib=32, num_devices=1)
+    assert not plan.fits and plan.engine_words == []
+    assert plan.remedies == ["scheduler.mode=colocated", "scheduler.max_staleness=0"]
+    in_turns = plan_of(changed(wanted, plan.remedies), gib=32, num_devices=1)
+    assert in_turns.fits and in_turns.engine_words == [] and [need.who for need in in_turns.needs] == ["actor"]
+
+
 def test_the_tiny_policy_fits_into_this_machine() -> None:
     plan = planned(Config())
     assert plan.fits and plan.device.startswith(("cpu", "cuda"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +11,10 @@ from rich.table import Table
 
 from penstock.cli.refusal import Refused
 from penstock.config import Config, ConfigError
-from penstock.model.files import num_parameters
+from penstock.model.files import ModelError, num_parameters
 from penstock.observe.tables import listing, open_console
+from penstock.processes import plan_request
 
-PLAN_S = 600.0
-"""Time limit in seconds for planning: torch may have to load from a slow disk."""
 GIB = 2**30
 LARGE = 50_000_000
 """Parameters from which on a model may not fit."""
@@ -30,25 +27,12 @@ class NotPlanned(Refused):
 def memory_plan(config: Config, memory_gib: float | None = None) -> dict[str, Any]:
     """Return the plan, see `processes/memory_plan.py`. `memory_gib`: memory of a device, if not those of this machine.
     Raises `Refused` for a wrong configuration, and `NotPlanned` for a model that cannot be counted."""
-    words = [] if memory_gib is None else ["--memory", str(int(memory_gib * GIB))]
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "penstock.processes.memory_plan", *words],
-            input=config.model_dump_json(),
-            capture_output=True,
-            text=True,
-            timeout=PLAN_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise NotPlanned(f"no memory plan was made within {PLAN_S:g} s: is the disk with torch very slow?") from None
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        if done.returncode == ConfigError.exit_code:
-            raise Refused(reason)
-        raise NotPlanned(f"model.path: the memory of {config.model.path} cannot be planned: {reason}")
-    plan: dict[str, Any] = json.loads(done.stdout)
-    return plan
+        return plan_request.memory_plan(config, None if memory_gib is None else int(memory_gib * GIB))
+    except ConfigError as error:
+        raise Refused(str(error)) from None
+    except ModelError as error:
+        raise NotPlanned(str(error)) from None
 
 
 def table(plan: Mapping[str, Any]) -> Table:
@@ -68,7 +52,9 @@ def conclusion(plan: Mapping[str, Any]) -> str:
     """Return a sentence that says whether the run fits, and what would fit."""
     sizes = f"{_gib(plan['largest'])} GiB of the {_gib(plan['capacity'])} GiB of a device ({plan['device']})"
     if plan["fits"]:
-        return f"It fits: at most {sizes}."
+        words = " ".join(plan["engine_words"])
+        beside = f" The engine shares the device of the trainer, and starts with {words}." if words else ""
+        return f"It fits: at most {sizes}.{beside}"
     words = " ".join(plan["remedies"])
     remedy = f"This would fit: {words}" if words else "No setting was found that would fit"
     return f"It does not fit: it needs {sizes}. {remedy}."

@@ -13,7 +13,7 @@ import secrets
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.config import Config
+from penstock.config import Config, ConfigError
 from penstock.config.secret_settings import VARIABLES
 from penstock.deadline import Stalled, alongside, deadline, first, warn_if_stalled
 from penstock.model.files import routing
@@ -33,16 +33,15 @@ from penstock.ports.observer import BusySpan
 from penstock.processes.bus_client import Member, Telemetry, membership
 from penstock.processes.layout import host_of, model_dir, server_number, takes_turns
 from penstock.processes.own_port import OwnPortConnector
+from penstock.processes.plan_request import PLAN_S, memory_plan
 from penstock.processes.visible import (
     SHARES,
+    devices_of,
     free_share,
     has_accelerator,
-    num_devices,
     of_foreign_server,
     share_in,
-)
-from penstock.processes.visible import (
-    VARIABLES as DEVICE_VARIABLES,
+    shares_device,
 )
 from penstock.rollout.app import ApiKeys, App
 from penstock.rollout.claim import Claim
@@ -180,7 +179,7 @@ async def engine_of(child: Child, config: Config) -> AsyncIterator[tuple[str, Pr
     host, port, keys = host_of(child, config), child.port, ApiKeys.of(config.rollout)
     own_key = secrets.token_hex(32) if config.rollout.engine == "sglang" else config.rollout.api_key
     variables = environment(config, server_number(child))
-    words = command(child, config, place, own_key)
+    words = command(child, config, place, own_key, memory=await memory_words(child, config))
     if takes_turns(config) and has_accelerator(config):
         await await_room(child, config, variables)
     process = await asyncio.create_subprocess_exec(*words, env=variables)
@@ -199,13 +198,30 @@ async def engine_of(child: Child, config: Config) -> AsyncIterator[tuple[str, Pr
             process.kill()
 
 
+async def memory_words(child: Child, config: Config) -> list[str]:
+    """Return the words with which the engine takes the memory that the trainer of its device leaves; none if it shares
+    no device. Raises `ConfigError` if both do not fit."""
+    if not shares_device(config, server_number(child)) or share_in(config.rollout.engine, config.rollout.args):
+        return []
+    async with deadline(PLAN_S + ASK_EVERY_S, waiter=child.name, resource="the memory plan", holder="its process"):
+        plan = await asyncio.to_thread(memory_plan, config)
+    words: list[str] = plan["engine_words"]
+    if not plan["fits"]:
+        needs = ", ".join(f"{need['who']} {need['total'] / 2**30:.1f}" for need in plan["needs"])
+        raise ConfigError(
+            f"rollout.engine {config.rollout.engine} shares the device of the trainer, and both need at least "
+            f"{plan['largest'] / 2**30:.1f} GiB of its {plan['capacity'] / 2**30:.1f} GiB ({needs}): use "
+            "scheduler.mode colocated, another device, or what `penstock plan` names"
+        )
+    logger.info("shares the device of the trainer: %s", " ".join(words))
+    return words
+
+
 async def await_room(child: Child, config: Config, variables: Mapping[str, str]) -> None:
     """Wait until the engine's devices have the memory that it takes. After the death of an engine, the trainer may
     have it until the end of its step. Raises Stalled in time for the supervisor's own limit."""
     engine, words = config.rollout.engine, config.rollout.args
-    share = share_in(engine, words) or SHARES[engine][1]
-    seen = variables.get(DEVICE_VARIABLES["cuda"])
-    devices = (seen.split(",") if seen else [str(number) for number in range(64)])[: num_devices(words)]
+    share, devices = share_in(engine, words) or SHARES[engine][1], devices_of(variables, words)
     limit, resource = WAIT_SHARE * config.supervisor.ready_timeout_s, f"{share:.0%} of the memory of its device"
     log = Paced(logger)
     async with deadline(limit, waiter=child.name, resource=resource, holder="the trainer, or another process"):
@@ -272,9 +288,12 @@ async def _answer(session: aiohttp.ClientSession, engine: str, path: str, reques
             raise Refused(UNREACHED, f"the engine behind this proxy does not answer: {error}") from None
 
 
-def command(child: Child, config: Config, place: Place, own_key: str | None) -> list[str]:
+def command(
+    child: Child, config: Config, place: Place, own_key: str | None, *, memory: Sequence[str] = ()
+) -> list[str]:
     """Return the command line of the engine's server. If a trainer sends the weights, it starts with dummy ones.
-    SGLang reads its key from a file, because other users see a command line."""
+    `memory`: words for its share of a device. The user's words come last, and win. SGLang reads its key from a file,
+    because other users see a command line."""
     rollout, model = config.rollout, str(model_dir(config, child.run_dir))
     words = [rollout.python or sys.executable, "-m", MODULES[rollout.engine]]
     words += ["--host", LOOPBACK, "--port", str(place)] if isinstance(place, int) else ["--uds", str(place)]
@@ -294,7 +313,7 @@ def command(child: Child, config: Config, place: Place, own_key: str | None) -> 
         words += ["--enable-memory-saver"] if config.gives_devices else []
     if config.replays_routers and routing(Path(model)) is not None:
         words.append("--enable-return-routed-experts")
-    return [*words, *_for_adapters(config), *rollout.args]
+    return [*words, *_for_adapters(config), *memory, *rollout.args]
 
 
 def _for_adapters(config: Config) -> list[str]:

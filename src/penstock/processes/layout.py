@@ -62,7 +62,7 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
     environments = [spec("env", number, _pool(config, "environment")) for number in range(config.env.workers)]
     trainers = _trainers(config, spec) if config.has_trainer else []
     computing = [[*rollouts, *trainers]]
-    if config.gives_devices and config.rollout.engine != "penstock":  # such an engine starts on an empty device only
+    if config.rollout.engine != "penstock":  # such an engine measures its device when it starts, and may share it
         computing = [rollouts, trainers]
     stages = [[spec("controller")], *computing, environments]
     if config.env.name == ATROPOS:  # these may connect before the rest is ready

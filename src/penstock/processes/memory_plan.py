@@ -26,6 +26,7 @@ from penstock.model.files import ModelError, read_json
 from penstock.model.load_policy import resolve_device, resolve_dtype
 from penstock.model.tiny import write_tiny_model
 from penstock.processes.layout import places, takes_turns
+from penstock.processes.visible import SHARES, num_devices, share_in
 from penstock.rollout.prefix_cache import CACHED_SHARE
 from penstock.rollout.room import bytes_of_token
 from penstock.trainer.memory import Sizes, architecture_of, decided, learner_bytes, sizes, with_reserve
@@ -35,6 +36,11 @@ MOST_RANKS = 512
 LOGIT_COPIES = 3
 """Float32 tensors of a vocabulary's width that sampling makes for each slot."""
 OFFLOAD = "trainer.offload="
+ENGINE_CONTEXT = 2**30
+"""Bytes of a device that a foreign engine takes beside the memory that its option limits: the context of its
+libraries."""
+STATIC = {"vllm": 1.0, "sglang": 0.85}
+"""Part of an engine's memory that its option limits. SGLang's leaves out the memory of passes and of CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,8 @@ class Need:
     count: int
     parts: dict[str, int]
     """Bytes of each process, by what they are for."""
+    serves: bool = False
+    """Whether it is a rollout server."""
 
     @property
     def tensors(self) -> int:
@@ -67,6 +75,9 @@ class Plan:
     """Bytes that the most burdened device has to hold."""
     tensors: int
     """The same without what is not sure to be needed."""
+    engine_words: list[str] = field(default_factory=list)
+    """Words for the command line of a foreign engine, so that it takes the memory that the trainer leaves of its
+    device. Empty if it has a device of its own, or if `rollout.args` have such words."""
     remedies: list[str] = field(default_factory=list)
     """Words for the command line with which the run would fit. Empty if it fits, or if nothing was found that would."""
 
@@ -111,7 +122,7 @@ class Planner:
             tensors=self._largest(config, needs, lambda need: need.tensors),
         )
         if plan.fits:
-            return plan
+            return replace(plan, engine_words=self._engine_words(config, needs))
         return replace(plan, remedies=next((words for words in self._remedies() if self._fits(words)), []))
 
     def _fits(self, words: Sequence[str]) -> bool:
@@ -128,9 +139,34 @@ class Planner:
         is_one_machine = config.cluster.address is None
         if self._device.type == "cpu" and is_one_machine:
             return sum(need.count * size_of(need) for need in needs)
+        if self._engine_shares(config):
+            return sum(self._num_on_device(need) * size_of(need) for need in needs)
         share = is_one_machine and 0 < self._num_devices < sum(need.count for need in needs)
         sizes = [size_of(need) for need in needs]
         return sum(sizes) if share and not takes_turns(config) else max(sizes, default=0)
+
+    def _engine_shares(self, config: Config) -> bool:
+        """Return whether the servers have a foreign engine, and the trainer's devices at the same time."""
+        rollout = config.rollout
+        if rollout.engine == "penstock" or rollout.urls or config.pipeline != "train" or self._device.type == "cpu":
+            return False
+        is_one_machine = config.cluster.address is None and not takes_turns(config)
+        return is_one_machine and 0 < self._num_devices <= num_devices(rollout.args)
+
+    def _num_on_device(self, need: Need) -> int:
+        """Return how many of these processes use one device that foreign engines share with the trainer: all servers,
+        and the trainer's processes evenly."""
+        return need.count if need.serves else -(-need.count // self._num_devices)
+
+    def _engine_words(self, config: Config, needs: Sequence[Need]) -> list[str]:
+        """Return the option with which each foreign engine takes an equal part of what the trainer leaves."""
+        rollout = config.rollout
+        if not self._engine_shares(config) or share_in(rollout.engine, rollout.args) is not None:
+            return []
+        trainers = [need for need in needs if not need.serves]
+        left = self._capacity - sum(self._num_on_device(need) * need.total for need in trainers)
+        part = (left / rollout.servers - ENGINE_CONTEXT) / self._capacity * STATIC[rollout.engine]
+        return [SHARES[rollout.engine][0], f"{int(100 * part) / 100:.2f}"]
 
     def _trainers(self, config: Config) -> Iterator[Need]:
         if config.pipeline != "train":
@@ -163,6 +199,8 @@ class Planner:
 
     def _servers(self, config: Config) -> Iterator[Need]:
         rollout = config.rollout
+        if self._engine_shares(config):
+            yield self._foreign_server(config)
         if rollout.urls or rollout.engine != "penstock":
             return
         raw = read_json(self._model_dir, "config.json")
@@ -177,7 +215,26 @@ class Planner:
             f"prefix cache: {cached:,} tokens": cached * of_token,
             "sampling": slots * vocab * 4 * LOGIT_COPIES,
         }
-        yield Need("rollout server", rollout.servers, parts)
+        yield Need("rollout server", rollout.servers, parts, serves=True)
+
+    def _foreign_server(self, config: Config) -> Need:
+        """Return what each foreign engine takes of a device: what its command line says, or else the least with which
+        it can generate one answer."""
+        rollout, context = config.rollout, config.model.max_context
+        given = share_in(rollout.engine, rollout.args)
+        if given is not None:
+            taken = int(given / STATIC[rollout.engine] * self._capacity)
+            parts = {f"{SHARES[rollout.engine][0]} {given:g} in rollout.args": taken}
+        else:
+            divided = num_devices(rollout.args)
+            of_token = bytes_of_token(read_json(self._model_dir, "config.json"), self._dtype.itemsize)
+            parts = {
+                "weights": self._sizes.all * self._dtype.itemsize // divided,
+                f"keys and values of one answer of {context:,} tokens": context * of_token // divided,
+            }
+            parts["passes and CUDA graphs"] = int(sum(parts.values()) * (1 / STATIC[rollout.engine] - 1))
+        parts = {name: size for name, size in parts.items() if size} | {"context of its libraries": ENGINE_CONTEXT}
+        return Need(f"rollout server ({rollout.engine})", rollout.servers, parts, serves=True)
 
     def _remedies(self) -> Iterator[list[str]]:
         """Yield settings that need less and less memory, as words for the command line."""
@@ -218,6 +275,8 @@ class Planner:
                 yield [*with_ranks, f"trainer.distributed.context_ranks={context}"]
                 context *= 2
             ranks *= 2
+        if self._engine_shares(config):
+            yield ["scheduler.mode=colocated", "scheduler.max_staleness=0"]
         if config.trainer.lora is None:  # last, because it trains something else
             yield [*words, "trainer.lora.rank=16"]
 

@@ -28,6 +28,7 @@ from penstock.model.load_policy import load_policy, resolve_device, resolve_dtyp
 from penstock.processes.bus_client import Member, Telemetry, membership
 from penstock.processes.devices import num_threads, take_one
 from penstock.processes.layout import host_of, model_dir, num_servers_beside, server_number
+from penstock.processes.visible import shares_device
 from penstock.rollout.app import ApiKeys
 from penstock.rollout.claim import Claim
 from penstock.rollout.generator import EngineDead
@@ -56,8 +57,9 @@ Weights = Literal["published", "stored", "random"]
 """Source of an engine's weights: sent by a trainer, stored in the model's directory, or random from a seed."""
 
 
-def make_engine(config: Config, directory: Path, *, weights: Weights) -> SlotEngine:
-    """Return the engine with the model in `directory`.
+def make_engine(config: Config, directory: Path, *, weights: Weights, fills_device: bool = True) -> SlotEngine:
+    """Return the engine with the model in `directory`. `fills_device`: whether its prefix cache may take memory that is
+    free now.
 
     Stored weights are served under the policy_version of their checkpoint, or 0. Random weights are the same for the
     same `seed`.
@@ -70,6 +72,7 @@ def make_engine(config: Config, directory: Path, *, weights: Weights) -> SlotEng
         num_slots=config.rollout.slots,
         max_context=config.model.max_context,
         policy_version=NO_VERSION if weights == "published" else version,
+        num_cached=None if fills_device else 0,
     )
 
 
@@ -95,6 +98,7 @@ def make_update(runner: EngineRunner, receive: Receive) -> WeightsUpdate:
 async def serve(child: Child, config: Config) -> None:
     """Serve as a process of a run."""
     stop = child.stop_event()
+    fills_device = not shares_device(config, server_number(child))  # else the trainer may need later what is free now
     take_one(config, server_number(child))
     child.log_start(
         model=config.model.path,
@@ -123,6 +127,7 @@ async def serve(child: Child, config: Config) -> None:
             neighbours=lambda: (path for each in runtime_dirs(child.run_id) for path in each.glob(f"{RECEIVED}/*")),
             published=lambda: (path / WEIGHTS for path in (child.run_dir, *runtime_dirs(child.run_id))),
             claim=Claim(child.run_id, child.secret("claim")),
+            fills_device=fills_device,
         ) as runner,
         membership(child, config, role="rollout", member=EngineMember(runner), url=url),
     ):
@@ -175,14 +180,17 @@ async def serving(
     neighbours: Callable[[], Iterable[Path]] = tuple,
     published: Callable[[], Iterable[Path]] | None = None,
     claim: Claim | None = None,
+    fills_device: bool = True,
 ) -> AsyncIterator[EngineRunner]:
     """Serve the model in `directory` for the length of the body: our own routes, SGLang's and OpenAI's in front of one
     engine. Yield the engine's runner. Raises `EngineDead` after the body if the engine has failed.
 
     `scratch`: directory for weights that come from another machine. `neighbours`: the `scratch` directories of all
     servers of this run on this machine. `published`: the directories in which published weights lie; None for any.
+    `fills_device`: see `make_engine`.
     """
-    runner = EngineRunner(make_engine(config, directory, weights=weights), process=process)
+    engine = make_engine(config, directory, weights=weights, fills_device=fills_device)
+    runner = EngineRunner(engine, process=process)
     runner.start()
     sglang: SGLang | None = None
     try:

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from penstock.config import Config, ConfigError
@@ -59,12 +59,9 @@ def of_foreign_server(config: Config, number: int) -> dict[str, str]:
     Raises `ConfigError` if there are too few devices. The server would otherwise use a device of the trainer or of
     another server, and take most of its memory.
     """
-    variable = VARIABLES.get("cuda" if config.model.device == "auto" else config.model.device)
+    variable, seen = _seen(config)
     if variable is None:
         return {}
-    seen = named(variable)
-    if seen is None:
-        seen = [str(index) for index in range(_num_listed())] if variable == VARIABLES["cuda"] else []
     needed, before = num_devices(config.rollout.args), _num_before(config, number)
     chosen = of_server(config, number, seen, needed=needed)
     if chosen is not None and before + (number + 1) * needed > len(seen):
@@ -80,6 +77,28 @@ def has_accelerator(config: Config) -> bool:
     """Return whether the servers compute on an accelerator, as far as this process can tell without torch."""
     kind = config.model.device
     return kind != "cpu" and (kind != "auto" or _num_listed() > 0)
+
+
+def shares_device(config: Config, number: int) -> bool:
+    """Return whether server `number` uses devices of the trainer or of another server at the same time, because there
+    are too few."""
+    if not config.has_trainer or config.rollout.urls or takes_turns(config):
+        return False
+    is_there = are_together(config, f"rollout-{number}", "trainer-0")
+    needed = num_devices(config.rollout.args)
+    return is_there and 0 < len(_seen(config)[1]) < _num_before(config, number) + (number + 1) * needed
+
+
+def _seen(config: Config) -> tuple[str | None, list[str]]:
+    """Return the variable for devices of the configured kind, and the devices of this process. (None, []) if the
+    configuration names a device."""
+    variable = VARIABLES.get("cuda" if config.model.device == "auto" else config.model.device)
+    if variable is None:
+        return None, []
+    seen = named(variable)
+    if seen is None:
+        seen = [str(index) for index in range(_num_listed())] if variable == VARIABLES["cuda"] else []
+    return variable, seen
 
 
 def num_devices(words: Sequence[str]) -> int:
@@ -110,6 +129,12 @@ def share_in(engine: str, words: Sequence[str]) -> float | None:
             with suppress(ValueError):
                 found = float(value or following)
     return found
+
+
+def devices_of(environment: Mapping[str, str], words: Sequence[str]) -> list[str]:
+    """Return the devices that a foreign engine uses with this environment and this command line."""
+    needed, seen = num_devices(words), environment.get(VARIABLES["cuda"])
+    return seen.split(",")[:needed] if seen else [str(number) for number in range(needed)]
 
 
 def free_share(devices: Sequence[str]) -> float | None:
