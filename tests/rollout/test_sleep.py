@@ -227,6 +227,34 @@ async def test_a_server_killed_in_its_sleep_stays_asleep_until_the_swap(
     assert (engine.label, engine.weights, engine.released) == ("2", contents(2), set())
 
 
+async def test_a_server_that_is_back_in_the_midst_of_a_swap_is_woken(
+    engine: SleepingEngine, client: ServerClient, servers: Servers, tmp_path: Path
+) -> None:
+    """The update finds the new engine before its process has put it to sleep."""
+    await servers.update_weights(published(tmp_path, 1))
+    await servers.release()
+    engine.restart()
+    await servers.update_weights(published(tmp_path, 2))
+    await client.release()
+    await servers.bring_up(engine.url)
+    await servers.resume()
+    assert (engine.label, engine.weights, engine.released) == ("2", contents(2), set())
+    await servers.release()
+    assert engine.released == set(engine.memory)
+
+
+async def test_a_server_that_is_back_after_a_swap_gives_its_memory_for_the_next_step(
+    engine: SleepingEngine, client: ServerClient, servers: Servers, tmp_path: Path
+) -> None:
+    await servers.update_weights(published(tmp_path, 1))
+    await client.release()
+    await servers.resume()  # it is asleep, which is no error: its process will bring it back
+    await servers.bring_up(engine.url)
+    assert (engine.label, engine.released) == ("1", set())
+    await servers.release()
+    assert engine.released == set(engine.memory)
+
+
 async def test_a_server_that_restarts_while_others_generate_is_woken(
     engine: SleepingEngine, client: ServerClient, servers: Servers, tmp_path: Path
 ) -> None:

@@ -229,6 +229,7 @@ class Servers:
                 await self._call(server, partial(_restage, handle=self._latest))
             if self._released:
                 await self._call(server, lambda client: client.release())
+            server.memory.reset()
             self._mark_usable(server)
 
     async def generate(
@@ -438,7 +439,7 @@ class Servers:
                     if asyncio.get_running_loop().time() > limit or (is_final and not self._any_away):
                         raise
                 await asyncio.sleep(POLL_S)
-            self._latest = handle
+            self._latest, self._released = handle, False  # a server that comes back before `resume` gets them too
             return Counter(server.client.transport for server in updated)
 
     async def _update_weights(self, handle: WeightsHandle) -> Sequence[ServerState]:
