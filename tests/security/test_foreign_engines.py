@@ -4,6 +4,7 @@ sends does not end the run."""
 from __future__ import annotations
 
 import sys
+from asyncio.subprocess import Process
 from pathlib import Path
 
 import aiohttp
@@ -55,10 +56,14 @@ async def test_vllm_listens_on_no_port_that_other_users_reach(child: Child, tmp_
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     settings = {"engine": "vllm", "python": str(python), "api_key": "play", "admin_api_key": "rule"}
-    async with engine_of(child, Config.model_validate({"rollout": settings})) as (url, process):
-        assert process is not None
-        path = tmp_path / "rollout-0.sock"
+    path, prepared = tmp_path / "rollout-0.sock", list[str]()
+
+    async def prepare(url: str, process: Process | None) -> None:
         await until(path.is_socket)
+        prepared.append(url)
+
+    async with engine_of(child, Config.model_validate({"rollout": settings}), prepare) as (url, process):
+        assert process is not None and prepared and url not in prepared, "others reach it only afterwards"
         async with aiohttp.ClientSession(headers={"Authorization": "Bearer play"}) as session:
             async with session.get(f"{url}/weight_info") as answer:
                 assert answer.status == 200

@@ -13,8 +13,9 @@ import secrets
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -71,6 +72,7 @@ CLAIM_TIMEOUT_S = 12.0
 LOOPBACK = "127.0.0.1"
 Place = int | Path
 """Where an engine that we start listens: a loopback port, or a Unix socket."""
+Prepare = Callable[[str, Process | None], Awaitable[None]]
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 
 VLLM_ENVIRONMENT = {
@@ -123,29 +125,28 @@ async def serve(child: Child, config: Config) -> None:
     rollout = config.rollout
     secret = child.secret("claim")
     session = HttpSession(api_key=rollout.control_key, claim=secret, timeout_s=rollout.request_timeout_s)
+    keeps, gives, is_only = config.uses_given_weights, config.gives_devices, len(rollout.urls) < 2
+    adapters = config.engine_serves_adapters
+
+    def claim_on(url: str) -> ServerClaim:
+        client = connect(rollout.engine, url, session, keeps_weights=keeps, takes_turns=gives, serves_adapters=adapters)
+        return ServerClaim(client, child.run_id, secret, is_only=is_only, is_shared=keeps)
+
+    async def prepare(url: str, process: Process | None) -> None:
+        claim = claim_on(url)
+        if rollout.urls and is_running(child):
+            logger.info("joins the run again; clients use the server at %s once it answers", url)
+            return
+        await await_server(config, claim, process)
+        if gives and claim.client.discards_weights:  # the trainer, which may start next, may need all the memory
+            await claim.client.release()
+        if not (config.has_trainer or rollout.urls):
+            await claim.client.label_weights(str(stored_version(model_dir(config, child.run_dir))))
+
     try:
-        async with engine_of(child, config) as (url, process):
-            keeps, is_only = config.uses_given_weights, len(rollout.urls) < 2
-            client = connect(
-                rollout.engine,
-                url,
-                session,
-                keeps_weights=keeps,
-                takes_turns=config.gives_devices,
-                serves_adapters=config.engine_serves_adapters,
-            )
-            claim = ServerClaim(client, child.run_id, secret, is_only=is_only, is_shared=keeps)
-            if config.rollout.urls and is_running(child):
-                logger.info("joins the run again; clients use the server at %s once it answers", url)
-            else:
-                await await_server(config, claim, process)
-                if (
-                    config.gives_devices and client.discards_weights
-                ):  # the trainer, which starts next, may need all the memory
-                    await client.release()
-            if not (config.has_trainer or rollout.urls):
-                await client.label_weights(str(stored_version(model_dir(config, child.run_dir))))
-            metrics = EngineMetrics(child.name, config, client, session)
+        async with engine_of(child, config, prepare) as (url, process):
+            claim = claim_on(url)
+            metrics = EngineMetrics(child.name, config, claim.client, session)
             async with (
                 claim.renewed(),
                 alongside(metrics.keep_reading()),
@@ -161,16 +162,18 @@ async def serve(child: Child, config: Config) -> None:
 
 
 @asynccontextmanager
-async def engine_of(child: Child, config: Config) -> AsyncIterator[tuple[str, Process | None]]:
+async def engine_of(child: Child, config: Config, prepare: Prepare) -> AsyncIterator[tuple[str, Process | None]]:
     """Start the engine if necessary, and end it after the body. Yield its URL for other processes, and its process if
-    we started it.
+    we started it. Before other processes reach it, `prepare` is awaited, with a URL and the process.
 
     An engine that we start writes to this process's log. It checks no claim on its control routes, so an auth proxy is
     in front of it. vLLM listens on a socket in the private runtime directory. SGLang listens on a loopback port, and
     asks for a key that only this process knows.
     """
     if config.rollout.urls:
-        yield config.rollout.urls[server_number(child)].rstrip("/"), None
+        given = config.rollout.urls[server_number(child)].rstrip("/")
+        await prepare(given, None)
+        yield given, None
         return
     place: Place = free_port()
     if config.rollout.engine == "vllm":
@@ -185,8 +188,10 @@ async def engine_of(child: Child, config: Config) -> AsyncIterator[tuple[str, Pr
     process = await asyncio.create_subprocess_exec(*words, env=variables)
     try:
         claim = Claim(child.run_id, child.secret("claim"))
-        health_path = HEALTH[config.rollout.engine]
-        async with auth_proxy(place, own_key, health_path, host=host, port=port, keys=keys, claim=claim) as url:
+        proxy = partial(auth_proxy, place, own_key, HEALTH[config.rollout.engine], keys=keys, claim=claim)
+        async with proxy(host=LOOPBACK, port=0) as url:
+            await prepare(url, process)
+        async with proxy(host=host, port=port) as url:
             yield url, process
     finally:
         if process.returncode is None:
