@@ -20,7 +20,7 @@ from tiny_policy import (
     weights,
 )
 
-from penstock.rollout import admission, room
+from penstock.rollout import admission, room, slots
 from penstock.rollout.request import GenerateRequest
 from penstock.rollout.slot_engine import SlotEngine
 from penstock.samples import Segment
@@ -31,7 +31,8 @@ PLENTY = 2 * NUM_SLOTS * MAX_CONTEXT
 
 @pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["slots", "shared blocks"])
 def _memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    with sharing_blocks(16) if request.param else nullcontext():
+    with sharing_blocks(16) if request.param else nullcontext(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots, "TRIM_BYTES", 0)
         yield
 
 

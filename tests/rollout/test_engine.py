@@ -266,7 +266,7 @@ def test_non_finite_logits_fail_the_request_and_poison_nobody(engine: SlotEngine
 
 def kv_tensors() -> int:
     """Tensors in the shape of the cache that are alive: 2 layers, 4 slots, 2 heads."""
-    return sum(type(x) is torch.Tensor and x.shape == (2, 4, 2, MAX_CONTEXT, 8) for x in gc.get_objects())
+    return sum(type(x) is torch.Tensor and x.ndim == 5 and x.shape[:3] == (2, 4, 2) for x in gc.get_objects())
 
 
 def test_a_released_engine_holds_no_cache_and_serves_the_same_after_resuming() -> None:

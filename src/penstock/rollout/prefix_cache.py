@@ -68,6 +68,10 @@ class PrefixCache:
         """Number of blocks that hold tokens."""
         return len(self._by_age)
 
+    def blocks(self) -> set[int]:
+        """Return the blocks that hold tokens."""
+        return {node.block for node in self._by_age}
+
     def can_keep(self, num_tokens: int) -> bool:
         """Return whether the cache can hold this many tokens."""
         return num_tokens <= self.num_blocks * self.block_tokens

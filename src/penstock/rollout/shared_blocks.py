@@ -243,6 +243,11 @@ class BlockMemory:
             where = torch.tensor([source, target], device=self.device)
             self._data[:, where[1]] = self._data[:, where[0]]
 
+    @property
+    def num_reserved_bytes(self) -> int:
+        """Memory that the rows take. Blocks that several rows share count once."""
+        return int((np.unique(self.tables) > 0).sum()) * self._data[:, 0].nbytes
+
     def keep(self, kept: Iterable[Kept]) -> None:
         """Add the tokens of rows to the prefix cache. Rows with tokens that it has already share its blocks."""
         for row, token_ids, record in kept:

@@ -148,6 +148,11 @@ class SlotEngine:
         return max(self._num_free, 0) * self._memory.block_tokens
 
     @property
+    def num_reserved_bytes(self) -> int:
+        """Memory that the keys and values of running samples take."""
+        return self._memory.num_reserved_bytes
+
+    @property
     def num_cached(self) -> int:
         """Number of tokens in the prefix cache."""
         return self._memory.prefixes.num_cached * self._memory.block_tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -34,9 +35,18 @@ class SlotMemory:
         self, model: PreTrainedModel, *, num_slots: int, max_context: int, num_tokens: int, num_cached: int | None
     ) -> None:
         """Allocate memory for `num_tokens` tokens of samples and prefixes together, with the model's shape, dtype and
-        device. `num_cached`: maximum number of tokens of prefixes; None for all."""
-        self.num_blocks = -(-num_tokens // BLOCK_TOKENS)
-        self.prefixes = PrefixCache(self.num_blocks if num_cached is None else num_cached // BLOCK_TOKENS)
+        device. `num_cached`: maximum number of tokens of prefixes; None for all.
+
+        On an accelerator every slot takes the memory of a whole context. Raises ValueError if they are too many."""
+        self.num_blocks = num_pooled = -(-num_tokens // BLOCK_TOKENS)
+        if model.device.type != "cpu":
+            num_pooled -= num_slots * -(-max_context // BLOCK_TOKENS)
+            if num_pooled < 0:
+                raise ValueError(
+                    f"{num_slots} slots of {max_context} tokens do not fit into the memory of {model.device}, which has "
+                    f"room for {num_tokens} tokens: reduce rollout.slots or model.max_context"
+                )
+        self.prefixes = PrefixCache(num_pooled if num_cached is None else min(num_cached // BLOCK_TOKENS, num_pooled))
         self.cache = SlotCache(model, num_slots=num_slots, max_context=max_context, num_blocks=self.prefixes.num_blocks)
         self.device: torch.device = self.cache.device
 
@@ -68,9 +78,18 @@ class SlotMemory:
         if copies:
             self.cache.load(copies)
         self.prefixes.restrict(self.num_free(positions))
+        lengths = positions + 1
+        if admissions and admissions[0].is_part:
+            lengths = np.append(lengths, len(admissions[0].prompt_ids))
+        self.cache.trim(lengths, num_cached=self.prefixes.num_cached, cached=self.prefixes.blocks)
 
     def share(self, num_decode: int, admissions: Sequence[Admission]) -> None:
         """Do nothing: keys and values of a prompt were written to the slots of all its samples."""
+
+    @property
+    def num_reserved_bytes(self) -> int:
+        """Memory that the rows take."""
+        return self.cache.num_reserved_bytes
 
     def keep(self, kept: Iterable[Kept]) -> None:
         """Copy keys and values of rows into the prefix cache."""
@@ -87,8 +106,7 @@ class SlotMemory:
     def move(self, source: Ints, target: Ints, num_rows: int, length: int) -> None:
         """Copy the first `length` positions of rows, of which the first `num_rows` remain."""
         if len(source):
-            from_slots, to_slots = (torch.from_numpy(x).to(self.device) for x in (source, target))
-            self.cache.move(from_slots, to_slots, length)
+            self.cache.move(source, target, length)
 
     def erase(self, rows: Sequence[int]) -> None:
         """Zero rows after non-finite values, so that the next sequences in their slots get no NaN."""

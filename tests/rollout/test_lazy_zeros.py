@@ -1,0 +1,66 @@
+"""Keys and values in main memory take space where they were written to, and give it back."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_policy import MAX_CONTEXT, make_model, make_request, run
+
+from penstock.rollout import slots
+from penstock.rollout.lazy_zeros import LazyZeros
+from penstock.rollout.slot_engine import SlotEngine
+from penstock.rollout.slot_memory import SlotMemory
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """What the system says that the mapping of a tensor takes."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head, _, rest = line.partition(" ")
+        if "-" in head:
+            start, end = (int(each, 16) for each in head.split("-"))
+            found = start <= tensor.data_ptr() < end
+        elif found and head == "Rss:":
+            return 1024 * int(rest.split()[0])
+    raise AssertionError("no mapping has this tensor")
+
+
+def test_only_written_pages_take_memory_until_they_are_given_back() -> None:
+    zeros = LazyZeros((64, mmap.PAGESIZE), torch.uint8)
+    assert resident_bytes(zeros.tensor) == 0 and not zeros.tensor[3].any()
+    zeros.tensor[10:20] = 7
+    assert resident_bytes(zeros.tensor) == 10 * mmap.PAGESIZE
+    zeros.give_back(zeros.tensor[12:18].flatten()[1:])
+    assert resident_bytes(zeros.tensor) == 5 * mmap.PAGESIZE, "of a page that is needed in part nothing is given back"
+    assert zeros.tensor[12].all() and not zeros.tensor[13:18].any() and zeros.tensor[18:20].all()
+
+
+def test_a_tensor_may_be_larger_than_the_memory_and_empty() -> None:
+    assert LazyZeros((2**44,), torch.uint8).tensor[-1] == 0
+    assert LazyZeros((0, 3), torch.bfloat16).tensor.shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_of_a_long_context_take_what_their_sequences_need(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(slots, "TRIM_BYTES", 0)
+    model = make_model().to(dtype)
+    engine = SlotEngine(model, num_slots=8, max_context=MAX_CONTEXT, policy_version=0, num_cached=0)
+    assert isinstance(engine._memory, SlotMemory)
+    cache = engine._memory.cache
+    others = resident_bytes(cache._keys)  # the system may describe neighbouring mappings as one
+    requests = [make_request(str(n), [5, 6], max_new_tokens=8 * n, seeds=(n,)) for n in range(1, 11)]
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        engine.step()
+        assert 0 < resident_bytes(cache._keys) - others <= engine.num_reserved_bytes
+    run(engine, make_request("last", [5, 6], max_new_tokens=3))
+    assert engine.num_reserved_bytes <= 2 * 2 * 2 * mmap.PAGESIZE, "one page for each head, as one slot is in use"
+    assert resident_bytes(cache._keys) - others <= engine.num_reserved_bytes
+    assert np.count_nonzero(cache._written) == 1
