@@ -4,10 +4,12 @@ Same policy, same prompts and lengths, one torch thread each, sampling at temper
 at a time, and a ratio is the median over the rounds. Useful tokens are those a request asked for. On the CPU the policy
 is the tiny one, and time is the CPU time of the process, which other load on the machine disturbs least. There, the
 engine is also compared with the same engine without a prefix cache, under two loads. One has episodes of eight turns,
-and each turn begins with the turn before. The other has samples of one prompt that arrive one after the other. With
-`--device cuda` it is wall time, for the tiny policy and for one of real size, in bfloat16, with requests of one length;
-and a step that only decodes is set against the least it could take: reading all weights, and all keys and values there
-are, at the speed of a copy.
+and each turn begins with the turn before. The other has samples of one prompt that arrive one after the other.
+`kv_bytes_per_running_token` is the memory that running samples take for keys and values, over the size of the keys and
+values of their tokens, as a mean over the steps of a long-tailed load with a context of 32k tokens, while further
+requests wait. Each sample has a prompt of its own there. With `--device cuda` it is wall time, for the tiny policy and
+for one of real size, in bfloat16, with requests of one length; and a step that only decodes is set against the least it
+could take: reading all weights, and all keys and values there are, at the speed of a copy.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from report import Benchmark, arguments, publish
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from penstock.rollout.request import GenerateRequest, SamplingParams
+from penstock.rollout.room import bytes_of_token
 from penstock.rollout.slot_engine import SlotEngine
 
 PROMPT_TOKENS = 24
@@ -36,6 +39,8 @@ LONGTAIL_MEDIAN, LONGTAIL_SIGMA = 24, 0.9  # P99/P50 = exp(2.33 * 0.9) = 8
 EPISODES, TURNS, ANSWER_TOKENS, OBSERVATION_TOKENS = 32, 8, 16, 112
 SHARED_PROMPT_TOKENS, SHARING_SAMPLES, STEPS_BETWEEN, SHARING_ANSWER_TOKENS = 512, 16, 4, 32
 REUSE_CONTEXT = 1024
+RESERVE_CONTEXT, RESERVE_REQUESTS, RESERVE_SLOTS = 32768, 256, 128
+RESERVE_MEDIAN, RESERVE_SIGMA = 640, 0.9  # a mean of about 950
 DECODED_ROWS, DECODED_CONTEXT, DECODED_STEPS = (1, 64, 256), 384, 32
 
 TINY, REAL = "tiny_", "qwen3_0_6b_"
@@ -50,12 +55,15 @@ UNIFORM = (
 )
 LONGTAIL = ("longtail_vs_generate", "longtail_tokens_per_s", "longtail_generate_tokens_per_s", "longtail_p99_over_p50")
 REUSE = ("turns_vs_recompute", "turns_tokens_per_s", "shared_prompt_gain", "shared_prompt_tokens_per_s")
+RESERVED = "kv_bytes_per_running_token"
 DECODING = [f"decode_{rows}_rows_{figure}" for rows in DECODED_ROWS for figure in ("ms", "share_of_bandwidth")]
 BENCHMARK = Benchmark(
     name="engine",
     measures=["rollout", "model"],
-    figures=[*UNIFORM, *LONGTAIL, *REUSE],
-    on_accelerator=[f"{policy}{name}" for policy in (TINY, REAL) for name in (*UNIFORM, "copy_gb_per_s", *DECODING)],
+    figures=[*UNIFORM, *LONGTAIL, *REUSE, RESERVED],
+    on_accelerator=[
+        f"{policy}{name}" for policy in (TINY, REAL) for name in (*UNIFORM, RESERVED, "copy_gb_per_s", *DECODING)
+    ],
 )
 
 Prompts = list[list[int]]
@@ -119,12 +127,16 @@ def sampling(max_new_tokens: int) -> GenerationConfig:
     )
 
 
-def run_slots(engine: SlotEngine, prompts: Prompts, lengths: Sequence[int]) -> None:
+def submit_all(engine: SlotEngine, prompts: Prompts, lengths: Sequence[int]) -> None:
     for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         params = SamplingParams(ignore_eos=True)
         engine.submit(
             GenerateRequest(rid=str(index), prompt_ids=prompt, params=params, max_new_tokens=(length,), seeds=(index,))
         )
+
+
+def run_slots(engine: SlotEngine, prompts: Prompts, lengths: Sequence[int]) -> None:
+    submit_all(engine, prompts, lengths)
     before = engine.num_generated_tokens
     while engine.has_work:
         engine.step()
@@ -304,6 +316,24 @@ def reuse(setting: Setting) -> dict[str, float]:
     }
 
 
+def reserve(setting: Setting) -> dict[str, float]:
+    """Memory of running samples in a long context, of which they need little."""
+    requests, slots = RESERVE_REQUESTS // setting.shrink, RESERVE_SLOTS // setting.shrink
+    model = setting.make_policy()
+    model.config.max_position_embeddings = RESERVE_CONTEXT
+    engine = SlotEngine(model, num_slots=slots, max_context=RESERVE_CONTEXT, policy_version=0)
+    drawn = np.random.default_rng(3).lognormal(np.log(RESERVE_MEDIAN), RESERVE_SIGMA, requests)
+    lengths = np.clip(np.ceil(drawn), 1, RESERVE_CONTEXT - PROMPT_TOKENS).astype(int).tolist()
+    of_token = bytes_of_token(model.config.to_dict(), model.dtype.itemsize)
+    reserved, needed = 0, 0
+    submit_all(engine, make_prompts(requests, model.config.vocab_size), lengths)
+    while engine.num_waiting:
+        engine.step()
+        reserved += engine.num_reserved_bytes
+        needed += engine.num_running_tokens * of_token
+    return {RESERVED: reserved / needed}
+
+
 def decoding(setting: Setting) -> dict[str, float]:
     """Steps of few and of many rows, and which share of their time reading weights, keys and values must take."""
     model = setting.make_policy()
@@ -344,6 +374,7 @@ def main() -> None:
             further = longtail(setting, 1 if options.quick else 3) | reuse(setting)
         else:
             further = decoding(setting)
+        further |= reserve(setting)
         found = uniform(setting) | further
         figures |= {prefix + name: value for name, value in found.items()}
     publish(BENCHMARK, figures, options.json, accelerator=accelerator_name(device))

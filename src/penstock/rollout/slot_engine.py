@@ -148,6 +148,11 @@ class SlotEngine:
         return max(self._num_free, 0) * self._memory.block_tokens
 
     @property
+    def num_running_tokens(self) -> int:
+        """Number of tokens of running samples that have keys and values."""
+        return int(self._positions.sum())
+
+    @property
     def num_reserved_bytes(self) -> int:
         """Memory that the keys and values of running samples take."""
         return self._memory.num_reserved_bytes
@@ -186,11 +191,10 @@ class SlotEngine:
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         """Admit samples that fit and generate one token for every active sequence. Return the completed requests."""
-        self._make_room()
+        left = self._make_room()
         num_decode = self.num_decoded = len(self._rows)
         self.num_context = int(self._rows.positions[:num_decode].sum())
-        room = self._num_free - num_decode
-        admissions = self._waiting.admit(self.num_slots - num_decode, room, new=self.admitting)
+        admissions = self._waiting.admit(self.num_slots - num_decode, left - num_decode, new=self.admitting)
         self._count(admissions)
         for admission in admissions:
             for sequence in admission.sequences:
@@ -477,17 +481,19 @@ class SlotEngine:
         self._memory.keep(kept)
         self._memory.leave(rows)
 
-    def _make_room(self) -> None:
+    def _make_room(self) -> int:
         """Put the youngest samples back into the queue until there is memory for the next token of all the others.
+        Return how many blocks are left.
 
-        The oldest sample is never put back, so every sample ends some time. Its memory suffices for any sample."""
-        while self._num_free < 0:
+        The oldest sample is never put back, because the memory suffices for any single one. So every sample ends."""
+        while (left := self._num_free) < 0:
             sequences = self._rows.sequences
             youngest = max(range(len(sequences)), key=lambda row: sequences[row].number)
             self._keep([youngest], len(sequences), [])
             self._put_back([sequences[youngest]])
             self._close_holes({youngest})
             self.num_put_back += 1
+        return left
 
     def _put_back(self, sequences: Collection[SlotSequence]) -> None:
         """Put samples whose keys and values are dropped at the head of the queue."""

@@ -43,12 +43,16 @@ class SlotMemory:
             num_pooled -= num_slots * -(-max_context // BLOCK_TOKENS)
             if num_pooled < 0:
                 raise ValueError(
-                    f"{num_slots} slots of {max_context} tokens do not fit into the memory of {model.device}, which has "
-                    f"room for {num_tokens} tokens: reduce rollout.slots or model.max_context"
+                    f"{num_slots} slots of {max_context} tokens do not fit into the memory of {model.device}, which "
+                    f"has room for {num_tokens} tokens: reduce rollout.slots or model.max_context"
                 )
         self.prefixes = PrefixCache(num_pooled if num_cached is None else min(num_cached // BLOCK_TOKENS, num_pooled))
         self.cache = SlotCache(model, num_slots=num_slots, max_context=max_context, num_blocks=self.prefixes.num_blocks)
         self.device: torch.device = self.cache.device
+        self._lengths: Ints = np.zeros(0, dtype=np.int64)
+        """Number of tokens in the first slots, since the last step."""
+        self._has_moved = False
+        """Whether rows have changed since memory was given back."""
 
     def allocate(self) -> None:
         """Allocate the memory, filled with zeros."""
@@ -78,10 +82,12 @@ class SlotMemory:
         if copies:
             self.cache.load(copies)
         self.prefixes.restrict(self.num_free(positions))
-        lengths = positions + 1
+        self._lengths = positions + 1
         if admissions and admissions[0].is_part:
-            lengths = np.append(lengths, len(admissions[0].prompt_ids))
-        self.cache.trim(lengths, num_cached=self.prefixes.num_cached, cached=self.prefixes.blocks)
+            self._lengths = np.append(self._lengths, len(admissions[0].prompt_ids))
+        if self._has_moved:
+            self.cache.trim(self._lengths, num_cached=self.prefixes.num_cached, cached=self.prefixes.blocks)
+            self._has_moved = False
 
     def share(self, num_decode: int, admissions: Sequence[Admission]) -> None:
         """Do nothing: keys and values of a prompt were written to the slots of all its samples."""
@@ -89,6 +95,7 @@ class SlotMemory:
     @property
     def num_reserved_bytes(self) -> int:
         """Memory that the rows take."""
+        self.cache.note(self._lengths)
         return self.cache.num_reserved_bytes
 
     def keep(self, kept: Iterable[Kept]) -> None:
@@ -105,6 +112,8 @@ class SlotMemory:
 
     def move(self, source: Ints, target: Ints, num_rows: int, length: int) -> None:
         """Copy the first `length` positions of rows, of which the first `num_rows` remain."""
+        self.cache.note(self._lengths)
+        self._has_moved = True
         if len(source):
             self.cache.move(source, target, length)
 

@@ -112,18 +112,20 @@ class SlotCache:
         slots, places, blocks = self._indices(copies)
         self._blocks[:, :, slots, :, places] = self._pool[blocks]
 
+    def note(self, lengths: Ints) -> None:
+        """Note that the first slots were written to up to `lengths` tokens."""
+        self._written[: len(lengths)] = np.maximum(self._written[: len(lengths)], lengths)
+
     def trim(self, lengths: Ints, *, num_cached: int, cached: Callable[[], set[int]]) -> None:
         """Give memory back, once much of it is not needed. The first slots need `lengths` tokens, and the pool needs
         `num_cached` blocks, which `cached` returns."""
-        num_rows = len(lengths)
-        self._written[:num_rows] = np.maximum(self._written[:num_rows], lengths)
         needed = int(lengths.sum()) + num_cached * BLOCK_TOKENS
         unneeded = int(self._written.sum()) + len(self._saved) * BLOCK_TOKENS - needed
-        if not self.is_lazy or unneeded * self._bytes_of_token < max(needed * self._bytes_of_token // 8, TRIM_BYTES):
+        if not self.is_lazy or unneeded * self._bytes_of_token < max(needed * self._bytes_of_token // 16, TRIM_BYTES):
             return
         slots, pool = self._lazy
         lasting = np.zeros_like(self._written)
-        lasting[:num_rows] = lengths
+        lasting[: len(lengths)] = lengths
         first, end = (self._pages(each) * self._tokens_per_page for each in (lasting, self._written))
         for slot in np.flatnonzero(end > first).tolist():
             tail = slots.tensor[:, :, slot, :, first[slot] : end[slot]]
