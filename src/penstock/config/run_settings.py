@@ -102,7 +102,8 @@ class RolloutConfig(Section):
     """Send vLLM a seed for each sample, so that its samples can be repeated. vLLM decodes about 10 % more slowly then.
     Samples of `penstock` always follow from seeds."""
     slots: int = Field(128, ge=1)
-    """KV slots per server: the largest decode batch."""
+    """KV slots per server: the largest decode batch. Our engine lets a sample wait while memory for its keys and values
+    is lacking."""
     torch_threads: int = Field(1, ge=1)
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)

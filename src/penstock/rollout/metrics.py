@@ -41,6 +41,11 @@ class ServerMetrics(Collector):
         yield counter("prompt_tokens", "Computed prompt tokens; recomputed ones count again.", runner.num_prompt_tokens)
         yield counter("prompt_tokens_reused", "Prompt tokens with keys and values reused.", runner.num_reused_tokens)
         yield gauge("cached_tokens", "Tokens in the prefix cache.", engine.num_cached)
+        yield gauge("kv_tokens", "Tokens that can have keys and values at one time.", engine.num_kv_tokens)
+        yield gauge("kv_tokens_free", "Those that running samples leave.", engine.num_free_tokens)
+        yield counter(
+            "samples_put_back", "Running samples put back into the queue for lack of memory.", engine.num_put_back
+        )
         yield counter("cached_tokens_evicted", "Tokens that the prefix cache evicted.", engine.num_evicted)
         yield counter("weight_updates", "Weight updates that took effect.", runner.num_weight_updates)
         yield counter("requests_aborted", "Requests that ended early.", runner.num_aborted)

@@ -1,8 +1,8 @@
 """The prefix cache. It keeps the keys and values of earlier tokens for later prompts, as a tree of token blocks.
 
-A path from the root spells the beginning of a prompt, `BLOCK_TOKENS` tokens per node. Each node owns one block of the
+A path from the root spells the beginning of a prompt, one block of tokens per node. Each node owns one block of the
 pool in `slots.SlotCache`. Samples copy blocks into their slot and slots back into blocks. So no block is in use between
-two steps, and any block may be evicted.
+two steps, and any block may be evicted. In `shared_blocks.SharedPrefixes`, samples use blocks in place.
 
 Invariants:
 

@@ -1,4 +1,5 @@
-"""How many answers, and of which length, a server can generate at once: the memory for keys and values."""
+"""How many tokens of answers a server can hold at one time, and how long an answer can be: the memory for keys and
+values."""
 
 from __future__ import annotations
 
@@ -16,28 +17,29 @@ from penstock.model.load_policy import resolve_device, resolve_dtype
 from penstock.rollout.prefix_cache import CACHED_SHARE
 
 SHARE = 0.5
-"""Share of the free memory that keys and values may take, with those of the prefix cache. The rest is for the weights,
-and for computing."""
+"""Share of the free memory that keys and values may take, with those of the prefix cache. The rest is for computing,
+and for weights that are not loaded yet."""
 FEW = 8
 """Number of slots that a server keeps if possible. To keep them, its context becomes shorter."""
 
 
 def fitting(config: Config, model: Path, *, fixed: Collection[str]) -> tuple[Config, str]:
-    """Return settings whose slots fit into the free memory, and a sentence that names them if they were reduced.
+    """Return settings whose answers fit into the free memory, and a sentence that names them if they were reduced.
 
-    Each slot has room for the whole context. The settings named in `fixed` stay as they are.
+    One answer of `model.max_context` tokens must fit. Samples wait for memory, so any number of slots fits, except on
+    an accelerator without FlashAttention: there, each slot takes the memory of a whole context. The settings named in
+    `fixed` stay as they are.
     """
     device = resolve_device(config.model.device)
-    of_token = bytes_of_token(read_json(model, "config.json"), resolve_dtype(config.model.dtype, device).itemsize)
+    dtype = resolve_dtype(config.model.dtype, device)
+    of_token = bytes_of_token(read_json(model, "config.json"), dtype.itemsize)
     slots, context = config.rollout.slots, config.model.max_context
-    cached = CACHED_SHARE if device.type == "cpu" else 0.0  # an accelerator caches what it has room for
-    num_tokens = int(SHARE * free_bytes(device) / (1 + cached)) // of_token if of_token else slots * context
-    if slots * context <= num_tokens:
-        return config, ""
-    if "rollout.slots" not in fixed:
+    num_tokens = int(SHARE * free_bytes(device) / (1 + CACHED_SHARE)) // of_token if of_token else slots * context
+    takes_all = device.type != "cpu" and dtype.itemsize != 2
+    if takes_all and "rollout.slots" not in fixed:
         slots = min(slots, max(num_tokens // context, FEW if "model.max_context" not in fixed else 1))
     if "model.max_context" not in fixed:
-        context = min(context, max(num_tokens // slots, 8))
+        context = min(context, max(num_tokens // (slots if takes_all else 1), 8))
     if (slots, context) == (config.rollout.slots, config.model.max_context):
         return config, ""
     found = config.model_copy(
@@ -46,8 +48,9 @@ def fitting(config: Config, model: Path, *, fixed: Collection[str]) -> tuple[Con
             "model": config.model.model_copy(update={"max_context": context}),
         }
     )
+    at_once = f", {slots} at once," if takes_all else ""
     return found, (
-        f"{slots} answers of {context} tokens at once fit into half of the free memory: set rollout.slots or "
+        f"answers of {context} tokens{at_once} fit into a quarter of the free memory: set rollout.slots or "
         "model.max_context for another choice"
     )
 

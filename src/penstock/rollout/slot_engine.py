@@ -1,4 +1,4 @@
-"""The slot engine: continuous batching of one Hugging Face causal language model over a fixed number of KV slots.
+"""The slot engine: continuous batching of one Hugging Face causal language model, as far as slots and memory allow.
 
 The engine is synchronous and single-threaded. `submit` queues a request; each `step` advances every sequence by one
 token. A step is one forward over the newest token of every active row, packed with the prompts of newly admitted
@@ -8,7 +8,8 @@ and `abort` happen between steps.
 
 Invariants:
 
-* Rows 0..n-1 are active and live in slots 0..n-1.
+* Rows 0..n-1 are active. Each has memory for the keys and values of all its tokens, in a slot or in shared blocks.
+* When memory runs out, the youngest rows go back into the queue. The oldest row always stays.
 * Every token's version span and log-probability belong to the weights that sampled it.
 * Work for one request that raises fails this request alone. Work for the whole batch raises only because of a defect or
   the device, and then `step` fails.
