@@ -20,7 +20,7 @@ from tiny_policy import (
     weights,
 )
 
-from penstock.rollout import admission, room, slots
+from penstock.rollout import admission, room, slot_memory, slots
 from penstock.rollout.request import GenerateRequest
 from penstock.rollout.slot_engine import SlotEngine
 from penstock.samples import Segment
@@ -33,6 +33,7 @@ PLENTY = 2 * NUM_SLOTS * MAX_CONTEXT
 def _memory(request: pytest.FixtureRequest) -> Iterator[None]:
     with sharing_blocks(16) if request.param else nullcontext(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(slots, "TRIM_BYTES", 0)
+        patch.setattr(slot_memory, "TRIM_STEPS", 1)
         yield
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_policy import MAX_CONTEXT, make_model, make_request, run
 
-from penstock.rollout import slots
+from penstock.rollout import slot_memory, slots
 from penstock.rollout.lazy_zeros import LazyZeros
 from penstock.rollout.slot_engine import SlotEngine
 from penstock.rollout.slot_memory import SlotMemory
@@ -49,6 +49,7 @@ def test_slots_of_a_long_context_take_what_their_sequences_need(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(slots, "TRIM_BYTES", 0)
+    monkeypatch.setattr(slot_memory, "TRIM_STEPS", 1)
     model = make_model().to(dtype)
     engine = SlotEngine(model, num_slots=8, max_context=MAX_CONTEXT, policy_version=0, num_cached=0)
     assert isinstance(engine._memory, SlotMemory)

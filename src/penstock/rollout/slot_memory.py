@@ -16,6 +16,9 @@ from penstock.rollout.admission import Admission
 from penstock.rollout.prefix_cache import BLOCK_TOKENS, Node, PrefixCache, RecordOf
 from penstock.rollout.slots import BlockCopy, Ints, SlotCache
 
+TRIM_STEPS = 64
+"""Steps after which memory may be given back again. Ended samples are often followed by others of the same length."""
+
 
 class Kept(NamedTuple):
     """Tokens of a row that the prefix cache gets."""
@@ -51,6 +54,8 @@ class SlotMemory:
         self.device: torch.device = self.cache.device
         self._lengths: Ints = np.zeros(0, dtype=np.int64)
         """Number of tokens in the first slots, since the last step."""
+        self._num_steps = 0
+        """Number of steps since memory was given back."""
         self._has_moved = False
         """Whether rows have changed since memory was given back."""
 
@@ -85,7 +90,9 @@ class SlotMemory:
         self._lengths = positions + 1
         if admissions and admissions[0].is_part:
             self._lengths = np.append(self._lengths, len(admissions[0].prompt_ids))
-        if self._has_moved:
+        self._num_steps += 1
+        if self._has_moved and self._num_steps >= TRIM_STEPS:
+            self._num_steps = 0
             self.cache.trim(self._lengths, num_cached=self.prefixes.num_cached, cached=self.prefixes.blocks)
             self._has_moved = False
 
