@@ -25,8 +25,9 @@ from penstock.rollout.prefix_cache import BLOCK_TOKENS
 
 Ints = npt.NDArray[np.int64]
 
-TRIM_BYTES = 2**24
-"""Memory that is not given back for less, since giving back and providing pages again takes time."""
+KEPT_BYTES, TRIM_BYTES = 2**27, 2**24
+"""Memory that is always kept, and the least that is given back: to give pages back and provide them again takes time.
+For the same reason an eighth of what is needed is kept."""
 GROUP_ROWS = 32
 """Rows that share one attention call: small enough to keep padding low, large enough to keep calls few."""
 
@@ -121,7 +122,10 @@ class SlotCache:
         `num_cached` blocks, which `cached` returns."""
         needed = int(lengths.sum()) + num_cached * BLOCK_TOKENS
         unneeded = int(self._written.sum()) + len(self._saved) * BLOCK_TOKENS - needed
-        if not self.is_lazy or unneeded * self._bytes_of_token < max(needed * self._bytes_of_token // 16, TRIM_BYTES):
+        least = max(needed * self._bytes_of_token // 8, TRIM_BYTES)
+        if not self.is_lazy or unneeded * self._bytes_of_token < least:
+            return
+        if (needed + unneeded) * self._bytes_of_token <= KEPT_BYTES:
             return
         slots, pool = self._lazy
         lasting = np.zeros_like(self._written)
