@@ -252,6 +252,16 @@ class Config(Section):
         return self.has_trainer and self.trainer.lora is not None and not is_ours and keeps_weights
 
     @property
+    def broadcasts_to_engines(self) -> bool:
+        """Return whether the trainer broadcasts weights to engines of others on other machines. Otherwise these read
+        them in a folder that all machines share.
+
+        SGLang takes broadcasts while it is paused. In mode `drain` it is not, and could generate between two of them.
+        """
+        rollout = self.rollout
+        return rollout.engine == "sglang" and rollout.update_mode != "drain" and self.trainer.lora is None
+
+    @property
     def replays_routers(self) -> bool:
         """Return whether the learner repeats the choices of the servers' routers, if the policy has experts."""
         return self.pipeline == "train" and self.trainer.router_replay

@@ -12,7 +12,7 @@ import msgspec
 from penstock import __version__
 from penstock.deadline import Stall
 from penstock.ports.observer import BusySpan
-from penstock.ports.training import SavedStates, TrainerState
+from penstock.ports.training import SavedStates, SendingGroup, TrainerState
 from penstock.ports.work import Work
 from penstock.types import (
     EpisodeId,
@@ -26,7 +26,7 @@ from penstock.types import (
 )
 from penstock.version_history import VersionHistory
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Grows when a change of these messages makes processes of different versions misunderstand each other. `Hello`,
 `Refused` and their envelope stay as they are, so that a process of another version understands its refusal."""
 VERSION = f"{__version__}, protocol {PROTOCOL}"
@@ -256,6 +256,39 @@ class Published(Message, frozen=True, kw_only=True, tag="PUBLISHED"):
     """The answer to `FinishPublish`: where the weights are."""
 
     handle: WeightsHandle
+
+
+class OpenGroup(Message, frozen=True, kw_only=True, tag="OPEN_GROUP"):
+    """Open a group to send published weights to a server of another engine. `world_size` counts the trainer too."""
+
+    server: str
+    policy_version: int
+    world_size: int
+
+
+class GroupOpened(Message, frozen=True, kw_only=True, tag="GROUP_OPENED"):
+    """The answer to `OpenGroup`."""
+
+    group: SendingGroup
+
+
+class SendWeights(Message, frozen=True, kw_only=True, tag="SEND_WEIGHTS"):
+    """Broadcast the weights of a group. The answer means that all are sent, and may come after those to later
+    messages."""
+
+    group: str
+
+
+class NotSent(Message, frozen=True, kw_only=True, tag="NOT_SENT"):
+    """The answer to `OpenGroup` or `SendWeights` if it fails. `reason` is text for the user."""
+
+    reason: str
+
+
+class CloseGroup(Message, frozen=True, kw_only=True, tag="CLOSE_GROUP"):
+    """Close a group, even during a broadcast."""
+
+    group: str
 
 
 class SaveCheckpoint(Message, frozen=True, kw_only=True, tag="SAVE_CHECKPOINT"):

@@ -12,7 +12,7 @@ from penstock.control import messages
 from penstock.control.bus import CONTROLLER, Bus, PeerLost
 from penstock.control.messages import AnyMessage
 from penstock.deadline import deadline
-from penstock.ports.training import SavedStates, TrainerLost, TrainerState
+from penstock.ports.training import SavedStates, SendingGroup, TrainerLost, TrainerState, WeightsNotSent
 from penstock.ports.work import Work
 from penstock.types import GroupAttempt, GroupRef, LearnerState, SegmentGrant, WeightsHandle
 from penstock.version_history import VersionHistory
@@ -26,8 +26,8 @@ Reply = TypeVar("Reply", bound=AnyMessage)
 
 
 class RemoteTrainer:
-    """`ports.Trainer` in another process. The controller learns of the trainer's death when a new trainer introduces
-    itself, or answers that it holds no state."""
+    """`ports.Trainer` and `ports.WeightsSender` in another process. The controller learns of the trainer's death when a
+    new trainer introduces itself, or answers that it holds no state."""
 
     def __init__(self, bus: Bus, name: str, *, timeout_s: float) -> None:
         """`timeout_s`: longest time that a call may take without progress of the trainer."""
@@ -71,6 +71,16 @@ class RemoteTrainer:
     async def finish_publish(self, policy_version: int) -> WeightsHandle:
         return (await self._ask(messages.FinishPublish(policy_version=policy_version), messages.Published)).handle
 
+    async def open_group(self, server: str, policy_version: int, *, world_size: int) -> SendingGroup:
+        message = messages.OpenGroup(server=server, policy_version=policy_version, world_size=world_size)
+        return (await self._ask(message, messages.GroupOpened)).group
+
+    async def send_weights(self, group: str) -> None:
+        await self._ask(messages.SendWeights(group=group), messages.Ack)
+
+    async def close_group(self, group: str) -> None:
+        await self._ask(messages.CloseGroup(group=group), messages.Ack)
+
     async def begin_checkpoint(self, directory: Path, state: Mapping[str, Any], *, best: int | None) -> None:
         message = messages.SaveCheckpoint(directory=str(directory), state=dict(state), best=best)
         await self._ask(message, messages.Ack)
@@ -91,6 +101,8 @@ class RemoteTrainer:
             raise TrainerLost(str(error)) from None
         if isinstance(reply, messages.HoldsNothing):
             raise TrainerLost(f"{self._name} died, and its successor holds no state")
+        if isinstance(reply, messages.NotSent):
+            raise WeightsNotSent(reply.reason)
         if not isinstance(reply, reply_type):
             raise TypeError(f"{self._name} answered {type(message).__name__} with {type(reply).__name__}")
         return reply

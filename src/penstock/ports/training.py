@@ -16,6 +16,32 @@ class TrainerLost(RuntimeError):
     """The trainer died, and lost its unsaved state. Its successor is starting."""
 
 
+class WeightsNotSent(RuntimeError):
+    """The trainer could not send weights to a server. It still has them."""
+
+
+class TensorBucket(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors that the trainer sends together: their bytes, end to end."""
+
+    names: list[str]
+    dtypes: list[str]
+    """Names as in torch, e.g. `bfloat16`."""
+    shapes: list[list[int]]
+
+
+class SendingGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A process group in which the trainer, rank 0, broadcasts one version to one server."""
+
+    name: str
+    address: str
+    port: int
+    """Where the ranks meet."""
+    world_size: int
+    backend: str
+    buckets: list[TensorBucket]
+    """The broadcasts, in their order."""
+
+
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a trainer beyond its checkpoints. A new controller continues from it."""
 
@@ -94,3 +120,21 @@ class Trainer(Protocol):
 
     async def finish_checkpoint(self) -> None:
         """Wait until the checkpoint that was begun last is complete."""
+
+
+class WeightsSender(Protocol):
+    """A trainer that broadcasts published weights to servers of other engines.
+
+    Calls may overlap with each other and with those of `Trainer`. Each raises `TrainerLost` if the trainer dies before
+    it answers, or if it does not have the weights.
+    """
+
+    async def open_group(self, server: str, policy_version: int, *, world_size: int) -> SendingGroup:
+        """Open a group for one of the newest versions, and close an earlier one of this server. Raises
+        `WeightsNotSent`."""
+
+    async def send_weights(self, group: str) -> None:
+        """Broadcast all buckets of the named group. Raises `WeightsNotSent` if the server does not take them."""
+
+    async def close_group(self, group: str) -> None:
+        """Close the named group if it exists. This ends a broadcast."""

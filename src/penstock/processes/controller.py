@@ -291,6 +291,7 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         keeps_weights=config.uses_given_weights,
         takes_turns=config.gives_devices,
         serves_adapters=config.engine_serves_adapters,
+        sender=controller.trainer,
     )
     model_name = config.model_name
     if config.uses_given_weights:

@@ -39,10 +39,11 @@ from penstock.groups.remote import RemoteBackend
 from penstock.groups.role import Role
 from penstock.model.chat import ChatTokenizer
 from penstock.model.files import vocab_size
+from penstock.model.load_policy import resolve_device
 from penstock.observe.log_lines import Paced, pairs
 from penstock.ports.episode_manager import EpisodeManager
 from penstock.ports.observer import BusySpan
-from penstock.ports.training import TrainerState
+from penstock.ports.training import TrainerState, WeightsNotSent
 from penstock.processes.bus_client import Member, Telemetry, membership
 from penstock.processes.layout import model_dir, places, rank_name, rank_names, takes_turns, without_keys
 from penstock.processes.pool_access import payloads_of
@@ -60,6 +61,8 @@ from penstock.version_history import VersionHistory
 from penstock.weights.broadcast import Offers
 from penstock.weights.publication import KEPT_VERSIONS, Watch, await_handle, handle_in
 from penstock.weights.receiver import linked
+from penstock.weights.sender import Sender
+from penstock.weights.shared_memory import file_in
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +124,7 @@ class TrainerProcess(Member):
         self._unfinished: Unfinished | None = None
         self._saving: asyncio.Task[None] | None = None
         """The end of the latest checkpoint. It waits for the files that the ranks write, and then completes it."""
-        self._offers = None if child.address is None else Offers(child.address)
+        self._offers, self._sender = self._ways_to_other_machines()
         self._channels = RankChannels(child.runtime_dir, rank_names(config), host=child.address)
         try:
             self._ranks = self._thread.submit(self._start_ranks).result()
@@ -129,13 +132,23 @@ class TrainerProcess(Member):
             self._channels.close()
             raise
 
+    def _ways_to_other_machines(self) -> tuple[Offers | None, Sender | None]:
+        """Return the broadcasts for our own servers, and those for engines of others, if there are other machines."""
+        address = self._child.address
+        if address is None:
+            return None, None
+        # With several ranks this process computes nothing, and has no device of its own.
+        device = resolve_device(self._config.model.device if self._config.num_ranks == 1 else "cpu")
+        return Offers(address), Sender(address, device=device)
+
     def _link(self, handle: WeightsHandle) -> WeightsHandle:
-        """Add what other machines need to get the file, if there are any. Foreign engines instead read a directory that
-        all machines share."""
-        if not self._child.host or self._config.rollout.engine != "penstock":
+        """Add what other machines need to get the file, if there are any and they do not read it in a folder that they
+        all share."""
+        config = self._config
+        if not self._child.host or not (config.rollout.engine == "penstock" or config.broadcasts_to_engines):
             return handle
         handle = linked(handle, service=self._child.host, secret=self._child.nonce, machine=boot_id())
-        return handle if self._offers is None else self._offers.add(handle)
+        return handle if self._offers is None or config.broadcasts_to_engines else self._offers.add(handle)
 
     def _start_ranks(self) -> ActorCritic:
         start_s, channels = self._config.supervisor.ready_timeout_s, self._channels
@@ -145,8 +158,9 @@ class TrainerProcess(Member):
             return RemoteBackend(together, connections, start_s=start_s)
 
         channels.await_ranks(waiter=self._child.name, seconds=FIND_SHARE * start_s)
-        # Foreign engines on other machines read published weights themselves, in a folder that all machines share.
-        is_shared = self._config.rollout.engine != "penstock" and self._child.address is not None
+        # Engines of others to which nothing is broadcast read published weights in a folder that all machines share.
+        takes_broadcasts = self._config.rollout.engine == "penstock" or self._config.broadcasts_to_engines
+        is_shared = not takes_broadcasts and self._child.address is not None
         weights_dir = (self._child.run_dir if is_shared else self._child.runtime_dir) / WEIGHTS
         with plainly():
             roles = trainer_roles(self._config, start, model_dir=self._model_dir, weights_dir=weights_dir)
@@ -169,6 +183,13 @@ class TrainerProcess(Member):
                 return messages.HoldsNothing()
             case messages.FinishPublish(policy_version=version):
                 return messages.Published(handle=self._link(await self._complete_publication(version)))
+            case messages.OpenGroup(policy_version=version) if version not in self._published:
+                return messages.HoldsNothing()
+            case messages.OpenGroup() | messages.SendWeights() | messages.CloseGroup() if self._sender is not None:
+                try:
+                    return await self._send(self._sender, message)
+                except WeightsNotSent as error:
+                    return messages.NotSent(reason=str(error))
             case messages.SaveCheckpoint() | messages.AskSaved() | messages.Restore():
                 await self._finish_saving()
         resource = f"the end of {type(message).__name__}"
@@ -177,6 +198,22 @@ class TrainerProcess(Member):
         if isinstance(message, messages.SaveCheckpoint) and reply is None:
             self._saving = asyncio.create_task(self._complete(message))
         return reply
+
+    async def _send(self, sender: Sender, message: AnyMessage) -> AnyMessage | None:
+        """Act on a group in which a server of another engine gets weights. Raises `WeightsNotSent`."""
+        resource, holder = f"the end of {type(message).__name__}", "a server that takes weights"
+        with warn_if_stalled(STALL_WARNING_S, waiter=self._child.name, resource=resource, holder=holder):
+            match message:
+                case messages.OpenGroup(server=server, policy_version=version, world_size=world_size):
+                    path = file_in(self._published[version][1])
+                    return messages.GroupOpened(
+                        group=await asyncio.to_thread(sender.open, server, path, world_size=world_size)
+                    )
+                case messages.SendWeights(group=group):
+                    await asyncio.wrap_future(sender.send(group))
+                case messages.CloseGroup(group=group):
+                    await asyncio.to_thread(sender.close_group, group)
+        return None
 
     async def _finish_saving(self) -> None:
         """Wait until the latest checkpoint is complete. Raises its error."""
@@ -373,6 +410,8 @@ class TrainerProcess(Member):
         They are removed with the runtime directory."""
         if self._offers is not None:
             self._offers.close()
+        if self._sender is not None:
+            self._sender.close()
         self._thread.shutdown(wait=True)
         self._ranks.close()
         self._channels.close()

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from penstock.deadline import Stalled, deadline
+from penstock.ports.training import WeightsSender
 from penstock.rollout import bodies
 from penstock.rollout.request import MAX_TOKEN
 from penstock.rollout.served_adapters import HELD, ListedModels, ServedAdapters, name_of
@@ -114,6 +115,8 @@ class ServerClient(ABC):
     """Whether the run takes the server's device for training (`release`), again and again."""
     discards_weights = False
     """Whether `release` discards the weights too. Then only a weights update makes the server serve again."""
+    sender: WeightsSender | None = None
+    """The trainer that broadcasts weights to the server; None in processes that send it none."""
     routing_remedy = "this server does not record them"
     """How to make a server return experts."""
     _told = False

@@ -28,11 +28,12 @@ from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
 
 from penstock.deadline import Stalled, holding, report, warn_if_stalled
-from penstock.ports.training import TrainerLost
+from penstock.ports.training import TrainerLost, WeightsSender
 from penstock.rollout.client import BEGIN_S, COMMIT_S, Claimed, RolloutClient, ServerClient
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.rollout.sglang_client import SGLangClient
 from penstock.rollout.vllm_client import VllmClient
+from penstock.rollout.weights_group import UNREACHABLE_WEIGHTS
 from penstock.routed_experts import Routing
 from penstock.samples import Segment
 from penstock.types import (
@@ -62,8 +63,6 @@ MAX_FAILED_PROBES = 2
 """Consecutive failed probes after which a server counts as not alive."""
 CONFLICT = 409
 """Status of a commit of weights that are not staged, and of a claim on a server that another run holds."""
-UNREACHABLE_WEIGHTS = 424
-"""Status of an update with weights that the server cannot fetch from their location."""
 MAX_DOUBLINGS = 6
 """Number of times that the wait of `Backoff` doubles."""
 OWN_FAULTS = (401, 403, 404, 405, 408, UNREACHABLE_WEIGHTS, 429)
@@ -99,12 +98,13 @@ def connect(
     keeps_weights: bool = False,
     takes_turns: bool = False,
     serves_adapters: bool = False,
+    sender: WeightsSender | None = None,
 ) -> ServerClient:
     """Return the client of one server. With `update_mode` None, the client's default applies. `routing`, `seeded`,
-    `keeps_weights`, `takes_turns` and `serves_adapters`: see `ServerClient`."""
+    `keeps_weights`, `takes_turns`, `serves_adapters` and `sender`: see `ServerClient`."""
     client = CLIENTS[engine](url.rstrip("/"), session, update_mode=update_mode)
     client.routing, client.seeded, client.keeps_weights = routing, seeded, keeps_weights
-    client.takes_turns, client.serves_adapters = takes_turns, serves_adapters
+    client.takes_turns, client.serves_adapters, client.sender = takes_turns, serves_adapters, sender
     return client
 
 
@@ -178,11 +178,12 @@ class Servers:
         keeps_weights: bool = False,
         takes_turns: bool = False,
         serves_adapters: bool = False,
+        sender: WeightsSender | None = None,
     ) -> None:
         """`claim`: nonce of the run, for a process that controls its servers. `lost` is called with the URL of a lost
         server and the reason. With `update_mode` None, the engine client's default applies. `routing`: what the
-        policy's routers record; None: nothing. `seeded`, `keeps_weights`, `takes_turns`, `serves_adapters`: see
-        `ServerClient`."""
+        policy's routers record; None: nothing. `seeded`, `keeps_weights`, `takes_turns`, `serves_adapters`,
+        `sender`: see `ServerClient`."""
         self._session = HttpSession(api_key=api_key, claim=claim, timeout_s=timeout_s)
         self._connect = partial(
             connect,
@@ -194,6 +195,7 @@ class Servers:
             keeps_weights=keeps_weights,
             takes_turns=takes_turns,
             serves_adapters=serves_adapters,
+            sender=sender,
         )
         self._servers = [ServerState(self._connect(url)) for url in urls]
         self._last_server: OrderedDict[EpisodeId, ServerState] = OrderedDict()

@@ -3,6 +3,9 @@
 It is tested against Penstock's own server, which has the same protocol. It is not yet verified against SGLang itself,
 which needs a GPU. Every sample is a separate prompt in one batch, because SGLang has one limit and one seed per prompt.
 
+A server on the trainer's machine reads new weights from their file. One on another machine gets them by broadcast
+(`weights_group.py`), unless all machines share the folder of the file.
+
 Where the trainer takes turns with the server on a device, SGLang needs --enable-memory-saver, and torch-memory-saver.
 It dies if it has to release memory while a request runs, or to resume memory that it has not released. It does not
 tell what it has released, so the label of its weights does (`ASLEEP`), also to the next controller.
@@ -13,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 
@@ -29,7 +33,8 @@ from penstock.rollout.client import (
     sampling_body,
 )
 from penstock.rollout.served_adapters import span_of
-from penstock.rollout.session import RolloutError
+from penstock.rollout.session import HttpSession, RolloutError
+from penstock.rollout.weights_group import WeightsGroup
 from penstock.samples import Segment
 from penstock.types import Sampling, SegmentGrant, UpdateMode, WeightsHandle
 
@@ -38,6 +43,8 @@ PAUSES: dict[UpdateMode, str] = {"in_place": "in_place", "retract": "abort"}
 
 SGLang's own `retract` would keep prompts that the old weights computed: SGLang refuses to flush while requests wait."""
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+CONFLICT = 409
+"""Status of a commit of weights that are not staged."""
 IDLE_S = 30.0
 """Limit in seconds of the wait until the engine has dropped its ended requests."""
 
@@ -54,6 +61,11 @@ class SGLangClient(ServerClient):
     discards_weights = True
     label_path = "/model_info"
     routing_remedy = "start it with --enable-return-routed-experts"
+
+    def __init__(self, url: str, session: HttpSession, *, update_mode: UpdateMode | None = None) -> None:
+        super().__init__(url, session, update_mode=update_mode)
+        self._group: WeightsGroup | None = None
+        """The group in which the next weights come."""
 
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
@@ -103,7 +115,8 @@ class SGLangClient(ServerClient):
             )
 
     async def label_weights(self, label: str) -> None:
-        await self._post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._post("/update_weight_version", body, timeout_s=RESUME_S)
 
     async def release(self) -> None:
         if await self.is_asleep():
@@ -120,14 +133,47 @@ class SGLangClient(ServerClient):
     async def resume(self) -> None:
         await self._check_awake()
 
-    async def commit_weights(self, handle: WeightsHandle) -> None:
-        """Make the server load weights from the directory.
+    async def begin_weights(self, handle: WeightsHandle) -> None:
+        """Join the group in which the weights come, if they come by broadcast. A server that has them needs none."""
+        await self._leave_group()
+        if not self._is_elsewhere(handle):
+            if not handle.url:  # else the file may be on another machine than this process
+                await super().begin_weights(handle)
+        elif not await self._has(handle):
+            assert self.sender is not None
+            self._group = await WeightsGroup.open(self.url, self._session, self.sender, handle.policy_version)
 
-        This is the only kind of update that SGLang rolls back if it fails, and it needs no bracket. Without a pause,
-        SGLang waits until no request runs; this is `drain`. Adapters are loaded already."""
+    async def abort_weights(self) -> None:
+        await self._leave_group()
+        await super().abort_weights()
+
+    async def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            await group.leave()
+
+    def _is_elsewhere(self, handle: WeightsHandle) -> bool:
+        """Return whether the server cannot open the file of these weights, because it is on another machine."""
+        return bool(handle.url) and urlsplit(handle.url).hostname != urlsplit(self.url).hostname
+
+    async def _has(self, handle: WeightsHandle) -> bool:
+        return (await self._label()).weight_version == str(handle.policy_version)
+
+    async def commit_weights(self, handle: WeightsHandle) -> None:
+        """Make the server load weights: from their directory, or from the group that `begin_weights` joined.
+
+        SGLang rolls back a failed update from a directory, and this needs no bracket. A broadcast that fails leaves the
+        label `UNKNOWN`. Without a pause, SGLang waits until no request runs; this is `drain`. Adapters are loaded
+        already."""
         if handle.adapters is not None:
             await self._commit_adapters(handle.policy_version)
             return
+        try:
+            await self._commit(handle)
+        finally:
+            await self._leave_group()
+
+    async def _commit(self, handle: WeightsHandle) -> None:
         if await self.is_asleep():
             await self._wake_with(handle)
             return
@@ -154,6 +200,28 @@ class SGLangClient(ServerClient):
         await self._continue()
 
     async def _load(self, handle: WeightsHandle, *, flush: bool) -> None:
+        if self._is_elsewhere(handle):
+            await self._load_broadcast(handle, flush=flush)
+            self.transport = "collective"
+        else:
+            await self._load_file(handle, flush=flush)
+            self.transport = "file"
+
+    async def _load_broadcast(self, handle: WeightsHandle, *, flush: bool) -> None:
+        group = self._group
+        if group is None:
+            if not await self._has(handle):
+                raise RolloutError(self.url, "has joined no group for these weights", CONFLICT)
+            return
+        try:
+            await group.take(str(handle.policy_version), flush=flush)
+        except BaseException:
+            if group.has_sent:
+                with suppress(RolloutError, Stalled):
+                    await self.label_weights(UNKNOWN)
+            raise
+
+    async def _load_file(self, handle: WeightsHandle, *, flush: bool) -> None:
         body = {
             "model_path": str(Path(handle.path).parent),
             "weight_version": str(handle.policy_version),

@@ -15,7 +15,6 @@ protocol has no key, so only trusted machines may reach the address.
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 from contextlib import closing
 from dataclasses import replace
@@ -28,7 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 from penstock.observe.log_lines import Paced
 from penstock.runtime.interfaces import use_interface_of
 from penstock.types import WeightsHandle
-from penstock.weights.collective import Group, GroupFailed, Rendezvous
+from penstock.weights.collective import Group, GroupFailed, Rendezvous, listening_store
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +65,8 @@ class Offer:
         self.num_waves = 0
         """Number of broadcasts so far."""
         self._withdrawn = threading.Event()
-        listener = socket.create_server((host, 0))
-        self._host, self._port = host, int(listener.getsockname()[1])
-        store = _store(host, self._port, listener=listener.detach())
+        store, port = listening_store(host, timeout_s=JOIN_S)
+        self._host, self._port = host, port
         store.set("wave", "0")
         name = f"broadcast-{handle.policy_version}"
         self._thread = threading.Thread(target=self._serve, args=(store,), name=name, daemon=True)
@@ -160,7 +158,7 @@ def collect(handle: WeightsHandle, file: BinaryIO) -> None:
     file."""
     host, _, port = handle.meeting.rpartition(":")
     try:
-        store = _store(host, int(port), seconds=FIND_S)
+        store = TCPStore(host, int(port), wait_for_workers=False, timeout=timedelta(seconds=FIND_S))
         store.set_timeout(timedelta(seconds=JOIN_S))
         wave, rank, size = _place(store)
         group = _group(host, int(port), wave, rank, size, store)
@@ -194,18 +192,6 @@ def _group(host: str, port: int, wave: int, rank: int, size: int, store: TCPStor
         group_name=f"broadcast-{wave}", master_address=host, master_port=port, world_size=size, backend="gloo"
     )
     return Group(place, rank, join_timeout_s=JOIN_S, transfer_timeout_s=SILENCE_S, store=store)
-
-
-def _store(host: str, port: int, *, listener: int | None = None, seconds: float = JOIN_S) -> TCPStore:
-    """Return a connection to the store, or the store itself at a `listener`."""
-    return TCPStore(
-        host,
-        port,
-        is_master=listener is not None,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=seconds),
-        master_listen_fd=listener,
-    )
 
 
 def _first_line(error: Exception) -> str:

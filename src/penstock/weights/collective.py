@@ -8,6 +8,7 @@ group, which ends the other side's wait; both sides must then create the group a
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -290,6 +291,22 @@ class Groups:
 
 def _receivers(place: Rendezvous) -> str:
     return f"{place.world_size - 1} receivers"
+
+
+def listening_store(host: str, *, timeout_s: float) -> tuple[TCPStore, int]:
+    """Return a store for the ranks of groups, and its port, which the system chooses. `host`: an address of this
+    machine, at which it listens."""
+    listener = socket.create_server((host, 0))
+    port = int(listener.getsockname()[1])
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
 
 
 def _connect(place: Rendezvous, rank: int, timeout: timedelta) -> Store:
