@@ -6,21 +6,29 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
 from published import publish_next
 from transformers import PreTrainedModel
 
 from penstock.config import TinyModelConfig
+from penstock.deadline import Stalled
 from penstock.model.load_policy import load_policy
 from penstock.model.tiny import write_tiny_model
-from penstock.ports.training import SendingGroup
+from penstock.ports.training import SendingGroup, WeightsNotSent
+from penstock.rollout import servers as servers_module
 from penstock.rollout.servers import Servers
+from penstock.rollout.session import HttpSession, RolloutError
+from penstock.rollout.sglang_client import SGLangClient
 from penstock.samples import Segment
 from penstock.trainer.checkpoint import STATE
 from penstock.types import EpisodeId, Sampling, SegmentGrant, UpdateMode, WeightsHandle
@@ -56,7 +64,7 @@ class Trainer:
 
     def publish_wrong(self, version: int) -> WeightsHandle:
         """Publish weights that do not fit the model."""
-        named = {name: weight[..., :1] for name, weight in self.policy(version).named_parameters()}
+        named = {name: weight[..., :1].contiguous() for name, weight in self.policy(version).named_parameters()}
         handle = publish_next(self._publisher, named, version)
         self._paths[version] = Path(handle.path)
         return replace(handle, url=ELSEWHERE)
@@ -151,3 +159,208 @@ async def test_updates_in_a_row_under_generation(model: Path, trainer: Trainer, 
     assert [span.policy_version for span in last.spans] == [NUM_UPDATES]
     assert len({span.policy_version for segment in found for span in segment.spans}) > NUM_UPDATES // 2
     check_versions(trainer, [*found, last])
+
+
+class Witness:
+    """A connection to a server that checks SGLang's rules for the calls of an update."""
+
+    def __init__(self, url: str, *, has_brackets: bool = True) -> None:
+        self._url, self._session, self._has_brackets = url, ClientSession(), has_brackets
+        self.calls: list[str] = []
+        """The calls of updates, in their order."""
+        self.on_call: Callable[[str], object] = lambda path: None
+        """Called with the path of each call, before it is passed on."""
+        self._is_paused = self._is_open = False
+        self._groups: set[str] = set()
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        self.server = TestServer(app)
+
+    @property
+    def url(self) -> str:
+        return str(self.server.make_url("")).rstrip("/")
+
+    async def _pass_on(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read() or b"{}")
+        if request.path.endswith("_weight_update") and not self._has_brackets:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        self.on_call(request.path)
+        self._check(request.path, body)
+        async with self._session.request(request.method, self._url + request.path, json=body) as reply:
+            answer = await reply.read()
+        if reply.status == 200:
+            self._note(request.path, body)
+        return web.Response(status=reply.status, body=answer, content_type="application/json")
+
+    def _check(self, path: str, body: dict[str, Any]) -> None:
+        if "weight" not in path or path == "/update_weight_version":
+            return
+        self.calls.append(path)
+        match path:
+            case "/init_weights_update_group":
+                expected = {"master_address": HOST, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+                assert body.items() >= expected.items() and body["group_name"] not in self._groups
+            case "/begin_weight_update":
+                assert self._is_paused and not self._is_open
+            case "/update_weights_from_distributed":
+                assert self._is_paused and self._is_open == self._has_brackets and body["group_name"] in self._groups
+                assert body["load_format"] == "flattened_bucket" and len(set(body["dtypes"])) == 1
+                # A flush fails while requests wait, and a label moves with the bucket that carries it.
+                is_last = body["weight_version"] is not None
+                assert body["flush_cache"] == is_last
+            case "/end_weight_update":
+                assert self._is_open
+
+    def _note(self, path: str, body: dict[str, Any]) -> None:
+        match path:
+            case "/pause_generation":
+                self._is_paused = True
+            case "/continue_generation":
+                assert not self._is_open
+                self._is_paused = False
+            case "/begin_weight_update" | "/end_weight_update":
+                self._is_open = path == "/begin_weight_update"
+            case "/init_weights_update_group":
+                self._groups.add(body["group_name"])
+            case "/destroy_weights_update_group":
+                self._groups.remove(body["group_name"])
+
+    def check_at_rest(self) -> None:
+        assert not (self._is_paused or self._is_open or self._groups)
+
+    async def close(self) -> None:
+        await self._session.close()
+        await self.server.close()
+
+
+@pytest.fixture
+async def server(model: Path) -> AsyncIterator[str]:
+    with served(model) as (url, _):
+        yield url
+
+
+async def witness_of(url: str, **options: bool) -> Witness:
+    witness = Witness(url, **options)
+    await witness.server.start_server()
+    return witness
+
+
+async def sampled_by(servers: Servers) -> int:
+    grant = SegmentGrant(episode=EpisodeId("tag", 0, 0, 0), max_tokens=4)
+    async with asyncio.timeout(LIMIT_S):
+        (segment,) = await servers.generate(PROMPT, [grant], Sampling(temperature=1.0), [1])
+    return segment.spans[0].policy_version
+
+
+@pytest.mark.parametrize("has_brackets", [True, False])
+async def test_the_calls_of_an_update_keep_the_rules(server: str, trainer: Trainer, has_brackets: bool) -> None:
+    witness = await witness_of(server, has_brackets=has_brackets)
+    servers = Servers([witness.url], engine="sglang", sender=trainer)
+    for version in (1, 2):
+        witness.calls.clear()
+        handle = trainer.publish(version)
+        assert await servers.update_weights(handle) == {"collective": 1}
+        witness.check_at_rest()
+        first, *calls, last = witness.calls
+        assert (first, last) == ("/init_weights_update_group", "/destroy_weights_update_group")
+        assert calls.count("/update_weights_from_distributed") > 2
+        assert (calls[0], calls[-1]) == (
+            ("/begin_weight_update", "/end_weight_update") if has_brackets else (calls[1], calls[1])
+        )
+        assert await sampled_by(servers) == version
+        witness.calls.clear()
+        await servers.update_weights(handle)
+        assert witness.calls == [], "the server has these weights"
+    await servers.close()
+    await witness.close()
+
+
+async def test_a_broadcast_that_breaks_off_leaves_no_known_version_and_the_next_one_mends_it(
+    server: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "RECOVERY_S", 0.0)
+    witness = await witness_of(server)
+    servers = Servers([witness.url], engine="sglang", sender=trainer)
+    await servers.update_weights(trainer.publish(1))
+
+    def withdraw(path: str) -> None:
+        if witness.calls.count("/update_weights_from_distributed") == 2:
+            trainer.sender.close()
+
+    witness.calls.clear()
+    witness.on_call = withdraw
+    with pytest.raises((RolloutError, Stalled)):
+        await servers.update_weights(trainer.publish(2))
+    witness.on_call = lambda path: None
+    session = HttpSession()
+    with pytest.raises(RolloutError, match="the label 'unknown', which no trainer published"):
+        await SGLangClient(server, session).served_version()
+    await session.close()
+    assert await servers.update_weights(trainer.publish(3)) == {"collective": 1}
+    assert await sampled_by(servers) == 3
+    witness.check_at_rest()
+    await servers.close()
+    await witness.close()
+
+
+async def test_a_failure_before_the_first_bucket_leaves_the_weights(
+    server: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "RECOVERY_S", 0.0)
+    witness = await witness_of(server)
+    client = SGLangClient(witness.url, session := HttpSession())
+    servers = Servers([witness.url], engine="sglang", sender=trainer)
+    await servers.update_weights(trainer.publish(1))
+    handle = trainer.publish(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sender, "open", refuse)
+        with pytest.raises(RolloutError, match="no port is free"):
+            await servers.update_weights(handle)
+    assert await client.served_version() == 1
+    witness.check_at_rest()
+    assert await servers.update_weights(handle) == {"collective": 1}
+    assert await sampled_by(servers) == 2
+    await servers.close()
+    await session.close()
+    await witness.close()
+
+
+def refuse(*_: object, **__: object) -> SendingGroup:
+    raise WeightsNotSent("no port is free")
+
+
+async def test_weights_that_do_not_fit_are_refused(server: str, trainer: Trainer) -> None:
+    servers = Servers([server], engine="sglang", sender=trainer)
+    await servers.update_weights(trainer.publish(1))
+    with pytest.raises(RolloutError, match="has shape") as refused:
+        await servers.update_weights(trainer.publish_wrong(2))
+    assert refused.value.status == 400
+    assert await servers.update_weights(trainer.publish(3)) == {"collective": 1}
+    assert await sampled_by(servers) == 3
+    await servers.close()
+
+
+async def test_a_server_that_dies_in_a_broadcast_holds_neither_the_trainer_nor_the_other_server(
+    model: Path, trainer: Trainer
+) -> None:
+    with served(model) as (one, _), served(model) as (other, dying):
+        witness = await witness_of(other)
+        servers = Servers([one, witness.url], engine="sglang", sender=trainer)
+        assert await servers.update_weights(trainer.publish(1)) == {"collective": 2}
+
+        def kill(path: str) -> None:
+            if witness.calls.count("/update_weights_from_distributed") == 2:
+                dying.kill()
+
+        witness.calls.clear()
+        witness.on_call = kill
+        async with asyncio.timeout(LIMIT_S / 4):
+            assert await servers.update_weights(trainer.publish(2)) == {"collective": 1}
+        assert await sampled_by(servers) == 2
+        assert not any(thread.name.startswith("penstock-") for thread in threading.enumerate())
+        with served(model) as (again, _):
+            servers.set_urls([one, again])
+            await servers.bring_up(again)
+            assert await servers.update_weights(trainer.publish(3)) == {"collective": 2}
+        await servers.close()
+        await witness.close()

@@ -136,8 +136,17 @@ class SpreadLauncher(LocalLauncher):
 class SpreadRun(Run):
     """The recipe `spell_backward`, shorter; made in the process that supervises it."""
 
-    def __init__(self, base: Path, machines: Machines, *, steps: int, ranks: int = 1, **supervisor: Any) -> None:
-        """Each of the trainer's `ranks` is on a node of its own."""
+    def __init__(
+        self,
+        base: Path,
+        machines: Machines,
+        *,
+        steps: int,
+        ranks: int = 1,
+        rollout: Mapping[str, str] | None = None,
+        **supervisor: Any,
+    ) -> None:
+        """Each of the trainer's `ranks` is on a node of its own. `rollout`: more settings of the servers."""
         super().__init__(
             base,
             settings=SupervisorConfig(heartbeat_s=0.2, ready_timeout_s=120.0, backoff_s=0.01, **supervisor),
@@ -155,7 +164,7 @@ class SpreadRun(Run):
                 "max_new_tokens": 8,
                 "workers": 2,
             },
-            rollout={"servers": 2},
+            rollout={"servers": 2, **(rollout or {})},
             scheduler={"max_staleness": 2},
             trainer={"steps": steps, "groups_per_step": 8, "checkpoint_every": 4, "ranks": ranks},
             cluster={"address": "auto", "pools": {"learn": {"roles": ["actor"], "nodes": ranks}}},

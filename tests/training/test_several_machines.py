@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -91,6 +92,29 @@ async def test_a_run_trains_across_machines_whatever_is_lost(tmp_path: Path) -> 
     assert state_of(run)["processes"]["env-0"]["restarts"] == 0
     assert state_of(run)["processes"]["trainer-0"]["restarts"] == 1
     assert events(run, "rewound")
+
+
+async def test_engines_of_others_get_their_weights_by_broadcast(tmp_path: Path) -> None:
+    """And go on without one that dies."""
+    rollout = {"engine": "sglang", "python": str(python_of_stand_in(tmp_path))}
+    run = SpreadRun(tmp_path, Machines(LOOPBACK), steps=STEPS, rollout=rollout)
+
+    async def happenings(life: asyncio.Task[Outcome]) -> None:
+        await until(lambda: num_steps(run) >= 2, life)
+        os.kill(state_of(run)["processes"]["rollout-0"]["pid"], signal.SIGKILL)
+
+    await lived(run, happenings)
+    ways = [line["servers_by_transport"] for line in lines(run.run_dir / "metrics.jsonl")]
+    assert {"collective": 2} in ways and all(way.keys() <= {"collective"} for way in ways), ways
+    assert not list((run.run_dir / "weights").glob("*")), "no folder is shared for them"
+
+
+def python_of_stand_in(folder: Path) -> Path:
+    """Return an interpreter that runs the stand-in in the place of SGLang."""
+    python, stand_in = folder / "python", Path(__file__).parent / "sglang_stand_in.py"
+    python.write_text(f'#!/bin/sh\n[ "$1" != -m ] || {{ shift 2; set {stand_in} "$@"; }}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
 
 
 def is_fetched_once(run: SpreadRun) -> bool:
