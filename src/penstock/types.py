@@ -213,7 +213,7 @@ class GroupRef(msgspec.Struct, frozen=True, kw_only=True):
 
 WeightsTransport = Literal["shared_memory", "collective", "file"]
 """How weights come to a server: it maps the file where the trainer wrote it, or where another server of its machine
-received it; a broadcast to several machines; a file that is read, by HTTP or from a shared folder."""
+received it; a broadcast to one or several machines; a file that is read, by HTTP or from a shared folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

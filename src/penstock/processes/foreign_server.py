@@ -46,10 +46,10 @@ from penstock.processes.visible import (
 )
 from penstock.rollout.app import ApiKeys, App
 from penstock.rollout.claim import Claim
-from penstock.rollout.client import ServerClient
+from penstock.rollout.client import CONFLICT, ServerClient
 from penstock.rollout.http import Refused, Route, read_bytes, unless_disconnected
 from penstock.rollout.served_adapters import HELD
-from penstock.rollout.servers import CONFLICT, connect
+from penstock.rollout.servers import connect
 from penstock.rollout.session import KEEP_ALIVE_S, HttpSession, RolloutError, open_session
 from penstock.runtime.http_server import bind, listening, url_of
 from penstock.supervisor.child import Child

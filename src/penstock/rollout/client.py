@@ -45,6 +45,8 @@ UNKNOWN = "unknown"
 ASLEEP = "asleep"
 """Label of an engine that has discarded its weights and its KV memory. It serves again after a weights update."""
 
+CONFLICT = 409
+"""Status of a commit of weights that are not staged, and of a claim on a server that another run holds."""
 NO_ROUTE = (403, 404, 405)
 """Statuses of a server that lacks a route."""
 MIN_LOGPROB, MAX_LOGPROB = -1e4, 1e-3

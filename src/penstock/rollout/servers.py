@@ -29,7 +29,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from penstock.deadline import Stalled, holding, report, warn_if_stalled
 from penstock.ports.training import TrainerLost, WeightsSender
-from penstock.rollout.client import BEGIN_S, COMMIT_S, Claimed, RolloutClient, ServerClient
+from penstock.rollout.client import BEGIN_S, COMMIT_S, CONFLICT, Claimed, RolloutClient, ServerClient
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.rollout.sglang_client import SGLangClient
 from penstock.rollout.vllm_client import VllmClient
@@ -61,8 +61,6 @@ CLEANUP_S = 10.0
 """Time limit for a cancelled call to clean up before the next call begins."""
 MAX_FAILED_PROBES = 2
 """Consecutive failed probes after which a server counts as not alive."""
-CONFLICT = 409
-"""Status of a commit of weights that are not staged, and of a claim on a server that another run holds."""
 MAX_DOUBLINGS = 6
 """Number of times that the wait of `Backoff` doubles."""
 OWN_FAULTS = (401, 403, 404, 405, 408, UNREACHABLE_WEIGHTS, 429)

@@ -26,6 +26,7 @@ from penstock.rollout.client import (
     ANSWER_S,
     ASLEEP,
     COMMIT_S,
+    CONFLICT,
     PROBE_S,
     RESUME_S,
     UNKNOWN,
@@ -43,8 +44,6 @@ PAUSES: dict[UpdateMode, str] = {"in_place": "in_place", "retract": "abort"}
 
 SGLang's own `retract` would keep prompts that the old weights computed: SGLang refuses to flush while requests wait."""
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
-CONFLICT = 409
-"""Status of a commit of weights that are not staged."""
 IDLE_S = 30.0
 """Limit in seconds of the wait until the engine has dropped its ended requests."""
 
