@@ -19,16 +19,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from penstock.rollout import shared_blocks
 from penstock.rollout.admission import Admission
 from penstock.rollout.shared_blocks import BlockMemory
 from penstock.rollout.slot_attention import Packed
 from penstock.rollout.slot_rows import Rows
-from penstock.rollout.slots import Ints, LayerSlots
+from penstock.rollout.slots import Ints, LayerSlots, head_shape
 
 SMALLEST_RECORDED, LARGEST_RECORDED = 64, 4096
 """Bounds on prompt tokens. A larger forward takes longer to compute than to launch, so it is not recorded."""
+TRIAL_TOLERANCE = 0.02
+"""Largest accepted error of attention in half precision, of values of size 1."""
 logger = logging.getLogger(__name__)
 
 NOTHING: Ints = np.zeros(0, dtype=np.int64)
@@ -168,6 +172,38 @@ def flash(query: torch.Tensor, blocks: LayerSlots, reach: Reach, scaling: float)
         block_table=reach.tables,
     )[0]
     return out
+
+
+@torch.inference_mode()
+def finds_blocks(model: PreTrainedModel) -> bool:
+    """Try the kernel on the model's device, and return whether it finds keys and values in blocks. Otherwise the log
+    says why."""
+    (num_heads, head_dim), size = head_shape(model), shared_blocks.FLASH_BLOCK_TOKENS
+    num_queries, lengths = [1, 5], [size + 3, size + 7]
+    data = torch.randn(2, 4, num_heads, size, head_dim, device=model.device, dtype=model.dtype)
+    blocks, num_query_heads = LayerSlots(*data), model.config.get_text_config().num_attention_heads
+    query = torch.randn(sum(num_queries), num_query_heads, head_dim, device=model.device, dtype=model.dtype)
+    tables = torch.tensor([[2, 1], [3, 2]], dtype=torch.int32, device=model.device)
+    starts = torch.tensor([0, 1, 6], dtype=torch.int32, device=model.device)
+    key_lengths = torch.tensor(lengths, dtype=torch.int32, device=model.device)
+    expected = list[torch.Tensor]()
+    for row, (length, queries) in enumerate(zip(lengths, torch.split(query, num_queries), strict=True)):
+        keys, values = (each[tables[row].long()].transpose(0, 1).flatten(1, 2)[:, :length] for each in blocks)
+        seen = torch.ones(len(queries), length, dtype=torch.bool, device=model.device).tril(length - len(queries))
+        attended = F.scaled_dot_product_attention(queries.transpose(0, 1), keys, values, seen, enable_gqa=True)
+        expected.append(attended.transpose(0, 1))
+    reach = Reach(query_starts=starts, key_lengths=key_lengths, tables=tables, longest=max(num_queries))
+    try:
+        found = flash(query, blocks, reach, head_dim**-0.5)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+    else:
+        error_size = float((found - torch.cat(expected)).abs().max())
+        if error_size < TRIAL_TOLERANCE:
+            return True
+        reason = f"it computed values that are off by {error_size:.3g}"
+    logger.warning("FlashAttention does not read blocks here, so each slot takes a whole context: %s", reason)
+    return False
 
 
 class CudaGraphs:

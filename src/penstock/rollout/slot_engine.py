@@ -36,7 +36,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from penstock.model.experts import expert_layers, record_of, recording
 from penstock.rollout.admission import Admission, AdmissionQueue
-from penstock.rollout.cuda_graphs import CudaGraphs
+from penstock.rollout.cuda_graphs import CudaGraphs, finds_blocks
 from penstock.rollout.generator import ScoredToken
 from penstock.rollout.model_check import check_model, eos_ids, fit_tensors
 from penstock.rollout.prefix_cache import RecordOf
@@ -104,7 +104,7 @@ class SlotEngine:
         """While False, running samples continue and no new sample is admitted."""
         if num_tokens is None:
             num_tokens = tokens_that_fit(model, num_slots=num_slots, max_context=max_context)
-        make_memory = BlockMemory if has_flash(model) else SlotMemory
+        make_memory = BlockMemory if has_flash(model) and finds_blocks(model) else SlotMemory
         self._memory = make_memory(
             model,
             num_slots=num_slots,
