@@ -213,7 +213,7 @@ def test_an_engine_that_the_run_starts_serves_adapters_of_its_own_weights(
         {"rollout": {"engine": engine, "urls": ["http://127.0.0.1:1"]}},
         {"model": {"path": "tiny"}},
         {"model": {"path": str(tmp_path), "warm_start": {"steps": 3}}},
-        {"scheduler": {"mode": "colocated"}},
+        {"scheduler": {"mode": "colocated", "max_staleness": 0}},
         {"trainer": {}},
     ]
     for other in others:

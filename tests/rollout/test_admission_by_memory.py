@@ -32,6 +32,7 @@ PLENTY = 2 * NUM_SLOTS * MAX_CONTEXT
 @pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["slots", "shared blocks"])
 def _memory(request: pytest.FixtureRequest) -> Iterator[None]:
     with sharing_blocks(16) if request.param else nullcontext(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots, "KEPT_BYTES", 0)
         patch.setattr(slots, "TRIM_BYTES", 0)
         patch.setattr(slot_memory, "TRIM_STEPS", 1)
         yield

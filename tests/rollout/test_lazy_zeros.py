@@ -48,6 +48,7 @@ def test_a_tensor_may_be_larger_than_the_memory_and_empty() -> None:
 def test_slots_of_a_long_context_take_what_their_sequences_need(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
+    monkeypatch.setattr(slots, "KEPT_BYTES", 0)
     monkeypatch.setattr(slots, "TRIM_BYTES", 0)
     monkeypatch.setattr(slot_memory, "TRIM_STEPS", 1)
     model = make_model().to(dtype)

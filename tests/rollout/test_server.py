@@ -438,7 +438,7 @@ def weights_handle(policy_version: int, path: str = "1") -> dict[str, Any]:
 
 
 async def test_weights_are_a_transaction_that_may_be_repeated(http: Http) -> None:
-    staged = {"state": "staged", "policy_version": 2, "fingerprint": print_of("1")}
+    staged = {"state": "staged", "policy_version": 2, "fingerprint": print_of("1"), "transport": "shared_memory"}
     committed = {**staged, "state": "committed"}
     for _ in range(2):
         assert await http.post("/weights/begin", weights_handle(2)) == (200, staged)

@@ -114,7 +114,8 @@ class Receiver:
             self.check_place(Path(handle.path))
             self.transport = "shared_memory"
             return receive(handle, expected)
-        if not 0 < handle.num_bytes <= (most := _max_bytes(expected)):
+        most = _max_bytes(expected)
+        if not 0 < handle.num_bytes <= most:
             raise WeightsMismatch(f"weights of this model have at most {most} bytes, not {handle.num_bytes}")
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = self._directory / _file_name(handle)
