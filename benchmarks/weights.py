@@ -13,8 +13,8 @@ copy of 1 GB of tensors takes with the same threads, in turns.
 and verify the file (`publish_s`), to map and verify it (`begin_s`), to load it (`commit_s`). `learner_stall_share` and
 `peak_extra_bytes_ratio_*`: see `publishing_ranks.py`.
 
-`collective_gb_per_s`, `file_gb_per_s`: 1 GB to a process that takes itself to be on another machine, until it has
-verified them, by a broadcast and by HTTP.
+`collective_gb_per_s`, `file_gb_per_s`: 1 GB to two processes that take themselves to be on other machines, until both
+have verified it, by a broadcast and by HTTP.
 
 `updates_in_a_row`, for each transport: a server process is updated as fast as it answers while 256 requests are always
 in flight. Its policy is made so that the greedy token is a function of the weights alone, which tells what made a
@@ -61,6 +61,7 @@ from penstock.rollout.session import HttpSession
 from penstock.rollout.slot_engine import SlotEngine
 from penstock.runtime.file_service import WEIGHTS, serving_files
 from penstock.types import WeightsHandle, WeightsTransport
+from penstock.weights import receiver as receiver_module
 from penstock.weights import shared_memory
 from penstock.weights.broadcast import Offers
 from penstock.weights.publication import WeightsPublisher
@@ -94,7 +95,7 @@ BENCHMARK = Benchmark(
 )
 SHARED_MEMORY = Path("/dev/shm")
 HOST, SECRET = "127.0.0.1", "benchmark"
-JOIN_S = 20.0
+JOIN_S, MACHINES = 20.0, 2
 PROMPT = [5, 6, 7, 8]
 GENERATED_S = 60.0
 """How long the first token of new weights may take."""
@@ -324,7 +325,9 @@ def receive_all(connection: Connection, shapes: Mapping[str, tuple[int, ...]], d
     """Receive one handle after another, and tell the seconds each took."""
     torch.set_num_threads(1)
     expected = {name: (shape, torch.float32) for name, shape in shapes.items()}
-    receiver = Receiver(expected, machine="here", directory=Path(directory))
+    receiver_module.FILES = Path(f"{directory}.files")
+    receiver_module.FILES.symlink_to("files of another machine " + directory)
+    receiver = Receiver(expected, machine=directory, directory=Path(directory))
     connection.send(0.0)
     while (handle := connection.recv()) is not None:
         start = time.perf_counter()
@@ -340,20 +343,33 @@ async def between_machines(size: TinyModelConfig, rounds: int) -> dict[str, floa
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     speeds: dict[WeightsTransport, list[float]] = {"collective": [], "file": []}
+    pipes = [Pipe() for _ in range(MACHINES)]
     with published() as publisher, TemporaryDirectory(dir=SHARED_MEMORY) as received:
-        ours, theirs = Pipe()
-        process = get_context("spawn").Process(target=receive_all, args=(theirs, shapes, received), daemon=True)
-        process.start()
-        await asyncio.to_thread(ours.recv)
+        processes = [
+            get_context("spawn").Process(target=receive_all, args=(theirs, shapes, f"{received}/{n}"), daemon=True)
+            for n, (_, theirs) in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+
+        async def told() -> float:
+            """Seconds until the last one has it."""
+            seconds: list[float] = await asyncio.gather(*(asyncio.to_thread(ours.recv) for ours, _ in pipes))
+            return max(seconds)
+
+        await told()
         version = 0
         for _ in range(rounds):
             for transport, found in speeds.items():
                 version += 1
                 async with placed(publisher, transport) as publish_there:
-                    ours.send(publish_there(tensors, version))
-                    found.append(num_bytes / await asyncio.to_thread(ours.recv) / 1e9)
-        ours.send(None)
-        process.join(JOIN_S)
+                    handle = publish_there(tensors, version)
+                    for ours, _ in pipes:
+                        ours.send(handle)
+                    found.append(num_bytes / await told() / 1e9)
+        for (ours, _), process in zip(pipes, processes, strict=True):
+            ours.send(None)
+            process.join(JOIN_S)
     return {
         **{f"{transport}_gb_per_s": median(found) for transport, found in speeds.items()},
         "collective_vs_file": median(fast / slow for fast, slow in zip(*speeds.values(), strict=True)),

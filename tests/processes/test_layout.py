@@ -102,3 +102,12 @@ def test_engines_of_others_start_before_the_trainer_takes_memory(given: list[str
     names = [[spec.name for spec in stage] for stage in stages(default_config(given))]
     apart = [["controller"], ["rollout-0"], ["trainer-0"], ["env-0"]]
     assert names == ([["controller"], ["rollout-0", "trainer-0"], ["env-0"]] if given == TURNS else apart)
+
+
+@pytest.mark.parametrize("engine", ["penstock", "vllm", "sglang"])
+def test_environments_of_atropos_connect_before_the_rest_is_ready(engine: str) -> None:
+    words = ["env.name=atropos", "data.eval_tasks=0", "validation.tasks=0", f"rollout.engine={engine}"]
+    first, second, *later = stages(default_config(words))
+    names = {spec.name for stage in [second, *later] for spec in stage}
+    assert [spec.name for spec in first] == ["controller"] and "env-0" in {spec.name for spec in second}
+    assert names == {"rollout-0", "trainer-0", "env-0"}

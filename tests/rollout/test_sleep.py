@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sleeping_engines import DUMMY, ENGINES, SleepingEngine, SleepingVllm
@@ -264,6 +265,48 @@ async def test_a_server_that_restarts_while_others_generate_is_woken(
     await servers.bring_up(engine.url)
     assert (engine.label, engine.weights, engine.released) == ("1", contents(1), set())
     assert not engine.death
+
+
+async def test_memory_is_not_released_while_a_server_is_brought_up(
+    engine: SleepingEngine, client: ServerClient, servers: Servers, kind: Engine, tmp_path: Path
+) -> None:
+    await servers.update_weights(published(tmp_path, 1))
+    engine.restart()
+    await client.release()
+    loading, loaded, answer = asyncio.Event(), asyncio.Event(), engine.answer
+
+    async def held(request: Any, body: Any) -> Any:
+        if request.path == ("/collective_rpc" if kind == "vllm" else "/update_weights_from_disk"):
+            loading.set()
+            await loaded.wait()
+        return await answer(request, body)
+
+    engine.answer = held  # type: ignore[method-assign]
+    bringing = asyncio.create_task(servers.bring_up(engine.url))
+    await loading.wait()
+    releasing = asyncio.create_task(servers.release())
+    await asyncio.sleep(0)
+    loaded.set()
+    await asyncio.gather(bringing, releasing)
+    assert not engine.death and engine.released == set(engine.memory)
+
+
+async def test_a_server_that_was_away_for_long_gives_its_memory_again(kind: Engine, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        both = [await stack.enter_async_context(asynccontextmanager(started)(kind)) for _ in range(2)]
+        servers = Servers([each.url for each in both], engine=kind, takes_turns=True)
+        stack.push_async_callback(servers.close)
+        for version in range(1, 7):
+            await servers.release()
+            if version > 5:
+                assert all(each.released == set(each.memory) for each in both)
+            if version == 2:
+                both[1].failing = lambda path: True  # type: ignore[method-assign]
+            if version == 4:
+                both[1].failing = lambda path: False  # type: ignore[method-assign]
+                both[1].restart()
+            await servers.update_weights(published(tmp_path, version))
+            await servers.resume()
 
 
 async def test_a_server_without_the_option_is_refused(engine: SleepingEngine, client: ServerClient) -> None:

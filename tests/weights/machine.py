@@ -13,6 +13,7 @@ import torch
 
 from penstock.types import WeightsHandle
 from penstock.weights import broadcast
+from penstock.weights import receiver as receiver_module
 from penstock.weights.receiver import Receiver
 
 BUCKET_BYTES = 50_000
@@ -56,6 +57,8 @@ class Machine:
 def main() -> None:
     name, directory, shapes, join_s = sys.argv[1:]
     broadcast.JOIN_S, broadcast.BUCKET_BYTES = float(join_s), BUCKET_BYTES
+    receiver_module.FILES = Path(f"{directory}.files")
+    receiver_module.FILES.symlink_to(name)  # so that it sees other files than the other machines
     named = msgspec.json.decode(shapes, type=dict[str, list[int]])
     expected = {each: (tuple(shape), torch.float32) for each, shape in named.items()}
     receiver = Receiver(expected, machine=name, directory=Path(directory))

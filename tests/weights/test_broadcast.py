@@ -75,6 +75,8 @@ async def ask(machines: list[Machine], handle: WeightsHandle) -> list[str]:
 async def test_machines_that_ask_together_get_the_file_together(trainer: Trainer, three: list[Machine]) -> None:
     for version in range(1, 9):
         assert await ask(three, trainer.published(version)) == ["collective"] * 3
+        if version > 1:  # the first time they have to start
+            assert trainer.offers._newest[-1].num_waves == 1
     handle = trainer.published(9)
     assert await ask(three[:1], handle) == ["collective"]
     assert await ask(three[1:], handle) == ["collective"] * 2, "a later broadcast of the same version"

@@ -259,7 +259,8 @@ class Config(Section):
         SGLang takes broadcasts while it is paused. In mode `drain` it is not, and could generate between two of them.
         """
         rollout = self.rollout
-        return rollout.engine == "sglang" and rollout.update_mode != "drain" and self.trainer.lora is None
+        takes_whole = rollout.engine == "sglang" and not self.engine_serves_adapters
+        return takes_whole and rollout.update_mode != "drain"
 
     @property
     def replays_routers(self) -> bool:

@@ -28,7 +28,7 @@ from starlette.responses import Response
 from penstock.config import Config, ConfigError
 from penstock.config.secret_settings import VARIABLES
 from penstock.deadline import Stalled, alongside, deadline, first, warn_if_stalled
-from penstock.model.files import routing
+from penstock.model.files import ModelError, routing
 from penstock.observe.log_lines import Paced
 from penstock.ports.observer import BusySpan
 from penstock.processes.bus_client import Member, Telemetry, membership
@@ -209,7 +209,11 @@ async def memory_words(child: Child, config: Config) -> list[str]:
     if not shares_device(config, server_number(child)) or share_in(config.rollout.engine, config.rollout.args):
         return []
     async with deadline(PLAN_S + ASK_EVERY_S, waiter=child.name, resource="the memory plan", holder="its process"):
-        plan = await asyncio.to_thread(memory_plan, config)
+        try:
+            plan = await asyncio.to_thread(memory_plan, config)
+        except ModelError as error:
+            option = SHARES[config.rollout.engine][0]
+            raise ConfigError(f"{error}: set {option} in rollout.args, since both use one device") from error
     words: list[str] = plan["engine_words"]
     if not plan["fits"]:
         needs = ", ".join(f"{need['who']} {need['total'] / 2**30:.1f}" for need in plan["needs"])

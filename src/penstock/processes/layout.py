@@ -66,7 +66,7 @@ def stages(config: Config) -> list[list[ProcessSpec]]:
         computing = [rollouts, trainers]
     stages = [[spec("controller")], *computing, environments]
     if config.env.name == ATROPOS:  # these may connect before the rest is ready
-        stages = [stages[0], stages[1] + environments]
+        stages = [[spec("controller")], computing[0] + environments, *computing[1:]]
     return [stage for stage in stages if stage]
 
 
@@ -187,7 +187,7 @@ def _place_of(config: Config, number: int) -> tuple[str, int] | None:
 
 def takes_turns(config: Config) -> bool:
     """Return whether rollout servers and the trainer take turns on the same devices."""
-    return config.scheduler.mode == "colocated" and num_servers_beside(config, TRAINER) > 0
+    return config.gives_devices and num_servers_beside(config, TRAINER) > 0
 
 
 def _with_keys(config: Config) -> Config:

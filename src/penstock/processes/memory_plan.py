@@ -53,6 +53,8 @@ class Need:
     """Bytes of each process, by what they are for."""
     serves: bool = False
     """Whether it is a rollout server."""
+    is_limit: bool = False
+    """Whether each process keeps to this memory by itself, so that nothing comes on top of it."""
 
     @property
     def tensors(self) -> int:
@@ -60,7 +62,7 @@ class Need:
 
     @property
     def total(self) -> int:
-        return with_reserve(self.tensors)
+        return self.tensors if self.is_limit else with_reserve(self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +236,8 @@ class Planner:
             }
             parts["passes and CUDA graphs"] = int(sum(parts.values()) * (1 / STATIC[rollout.engine] - 1))
         parts = {name: size for name, size in parts.items() if size} | {"context of its libraries": ENGINE_CONTEXT}
-        return Need(f"rollout server ({rollout.engine})", rollout.servers, parts, serves=True)
+        who, is_limit = f"rollout server ({rollout.engine})", given is not None
+        return Need(who, rollout.servers, parts, serves=True, is_limit=is_limit)
 
     def _remedies(self) -> Iterator[list[str]]:
         """Yield settings that need less and less memory, as words for the command line."""

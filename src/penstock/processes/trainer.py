@@ -148,7 +148,13 @@ class TrainerProcess(Member):
         if not self._child.host or not (config.rollout.engine == "penstock" or config.broadcasts_to_engines):
             return handle
         handle = linked(handle, service=self._child.host, secret=self._child.nonce, machine=boot_id())
-        return handle if self._offers is None or config.broadcasts_to_engines else self._offers.add(handle)
+        if self._offers is None or config.broadcasts_to_engines:
+            return handle
+        try:
+            return self._offers.add(handle)
+        except (OSError, RuntimeError) as error:
+            logger.warning("policy_version %d is not broadcast to other machines: %s", handle.policy_version, error)
+            return handle
 
     def _start_ranks(self) -> ActorCritic:
         start_s, channels = self._config.supervisor.ready_timeout_s, self._channels
@@ -210,7 +216,8 @@ class TrainerProcess(Member):
                         group=await asyncio.to_thread(sender.open, server, path, world_size=world_size)
                     )
                 case messages.SendWeights(group=group):
-                    await asyncio.wrap_future(sender.send(group))
+                    with heard_by(self._ticked):
+                        await asyncio.wrap_future(sender.send(group))
                 case messages.CloseGroup(group=group):
                     await asyncio.to_thread(sender.close_group, group)
         return None

@@ -331,7 +331,10 @@ class Actor(TrainerRank):
         config, model = self._config, self._held.model
         sends_adapters = config.sends_adapters and targets_of(model) is not None
         if config.engine_serves_adapters and not sends_adapters:
-            raise ConfigError(f"trainer.lora.targets: {config.rollout.engine} serves adapters of linear layers only")
+            raise ConfigError(
+                f"trainer.lora.targets: {config.rollout.engine} serves adapters of linear layers only: use "
+                "rollout.engine penstock, or servers at rollout.urls, which get whole weights"
+            )
         whole = PublishedForm.of(
             self._model,
             dict(plain_parameters(model)),

@@ -81,8 +81,8 @@ def has_accelerator(config: Config) -> bool:
 
 def shares_device(config: Config, number: int) -> bool:
     """Return whether server `number` uses devices of the trainer or of another server at the same time, because there
-    are too few."""
-    if not config.has_trainer or config.rollout.urls or takes_turns(config):
+    are too few. Devices of a cluster are not shared out."""
+    if not config.has_trainer or config.rollout.urls or takes_turns(config) or config.cluster.address:
         return False
     is_there = are_together(config, f"rollout-{number}", "trainer-0")
     needed = num_devices(config.rollout.args)

@@ -227,7 +227,7 @@ class ServerClient(ABC):
         """
         held, label = await self._adapters.held(), str(policy_version)
         if policy_version not in held:
-            raise RolloutError(self.url, f"does not hold the adapters of policy_version {policy_version}", 409)
+            raise RolloutError(self.url, f"does not hold the adapters of policy_version {policy_version}", CONFLICT)
         if self.update_mode != "retract" and len(held) < HELD:
             await self.label_weights(label)
             return

@@ -207,10 +207,9 @@ class Servers:
         self._released = False
 
     def _exclusive(self) -> AbstractAsyncContextManager[None]:
-        """Return a context manager that admits one weights update at a time."""
-        return holding(
-            self._updating, UPDATE_S, waiter="rollout client", resource="a weights update", holder="another update"
-        )
+        """Return a context manager that admits one change of weights or memory at a time."""
+        resource, holder = "a change of weights or memory", "another change"
+        return holding(self._updating, UPDATE_S, waiter="rollout client", resource=resource, holder=holder)
 
     def set_urls(self, urls: Sequence[str]) -> None:
         """Set the current servers. A new server is used once it serves weights. A removed one gets no more calls."""
@@ -456,6 +455,7 @@ class Servers:
         for server in asked:
             if server in updated:
                 self._mark_usable(server)
+                server.memory.reset()  # it is awake, so `release` must not leave it out
             else:
                 server.updates.fail(self._num_updates)
         return updated
@@ -481,21 +481,22 @@ class Servers:
     async def _change_memory(self, call: ClientCall, *, released: bool) -> None:
         """Call every server. It is no error if all servers are lost. A server that fails repeatedly is called less and
         less often."""
-        self._released = released
-        self._num_memory_calls += 1
-        number = self._num_memory_calls
-        called = [server for server in self._servers if server.memory.is_due(number)] or self._servers
-        worked: Sequence[ServerState] = ()
-        try:
-            worked = await self._call_all(called, call)
-        except (RolloutError, Stalled) as error:
-            if not _is_lost(error):
-                raise
-        for server in called:
-            if server in worked:
-                server.memory.reset()
-            else:
-                server.memory.fail(number, unit=2)  # the next call of the same kind
+        async with self._exclusive():
+            self._released = released
+            self._num_memory_calls += 1
+            number = self._num_memory_calls
+            called = [server for server in self._servers if server.memory.is_due(number)] or self._servers
+            worked: Sequence[ServerState] = ()
+            try:
+                worked = await self._call_all(called, call)
+            except (RolloutError, Stalled) as error:
+                if not _is_lost(error):
+                    raise
+            for server in called:
+                if server in worked:
+                    server.memory.reset()
+                else:
+                    server.memory.fail(number, unit=2)  # the next call of the same kind
 
     async def close(self) -> None:
         """Close the connections."""

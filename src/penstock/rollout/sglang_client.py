@@ -65,6 +65,8 @@ class SGLangClient(ServerClient):
         super().__init__(url, session, update_mode=update_mode)
         self._group: WeightsGroup | None = None
         """The group in which the next weights come."""
+        self._is_mixed = False
+        """Whether the server may have weights of two versions under the label of one."""
 
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
@@ -121,13 +123,26 @@ class SGLangClient(ServerClient):
         if await self.is_asleep():
             return
         await self._post("/pause_generation", {"mode": "abort"}, timeout_s=COMMIT_S["retract"])
-        await self._post(f"/flush_cache?timeout={IDLE_S:g}", timeout_s=COMMIT_S["retract"])  # waits for idleness
-        await self.label_weights(ASLEEP)
         try:
-            await self._post(RELEASE, {})
+            await self._await_idle()
+            await self.label_weights(ASLEEP)
+            try:
+                await self._post(RELEASE, {})
+            except RolloutError:
+                await self.label_weights(UNKNOWN)
+                raise
         except RolloutError:
-            await self.label_weights(UNKNOWN)
+            await self._continue()
             raise
+
+    async def _await_idle(self) -> None:
+        """Wait until the engine has dropped its ended requests, so that it may release memory."""
+        try:
+            await self._post(f"/flush_cache?timeout={IDLE_S:g}", timeout_s=COMMIT_S["retract"])
+        except RolloutError as error:
+            if error.status != 400:
+                raise
+            raise RolloutError(self.url, f"was not idle within {IDLE_S:g} s: {error.message}", 503) from error
 
     async def resume(self) -> None:
         await self._check_awake()
@@ -177,12 +192,13 @@ class SGLangClient(ServerClient):
             await self._wake_with(handle)
             return
         pause = PAUSES.get(self.update_mode)
+        self._is_mixed = False
         try:
             if pause is not None:
                 await self._post("/pause_generation", {"mode": pause})
             await self._load(handle, flush=self.update_mode != "in_place")
         finally:
-            if pause is not None:
+            if pause is not None and not self._is_mixed:  # else it stays paused until a later update mends it
                 await self._continue()
 
     async def _wake_with(self, handle: WeightsHandle) -> None:
@@ -216,8 +232,10 @@ class SGLangClient(ServerClient):
             await group.take(str(handle.policy_version), flush=flush)
         except BaseException:
             if group.has_sent:
+                self._is_mixed = True
                 with suppress(RolloutError, Stalled):
                     await self.label_weights(UNKNOWN)
+                    self._is_mixed = False
             raise
 
     async def _load_file(self, handle: WeightsHandle, *, flush: bool) -> None:

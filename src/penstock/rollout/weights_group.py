@@ -58,7 +58,8 @@ class WeightsGroup:
             raise RolloutError(
                 url,
                 "takes no weights by broadcast, because it has several pipeline stages or replicas: start it with "
-                "tensor parallelism alone, and more servers instead of replicas",
+                "tensor parallelism alone, and more servers instead of replicas; or set rollout.update_mode to drain, "
+                "so that it reads them in the run's directory",
                 400,
             )
         try:
@@ -108,6 +109,7 @@ class WeightsGroup:
         except RolloutError as error:
             if error.status in NO_BRACKET:
                 return False
+            self.has_sent = True  # perhaps by that controller
             if error.status != 400:
                 raise
             with suppress(RolloutError):

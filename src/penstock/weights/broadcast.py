@@ -38,8 +38,9 @@ WINDOW_S = 0.1
 MAX_WINDOWS = 20
 FIND_S = 5.0
 """Time limit for reaching the sender."""
-JOIN_S = 20.0
-"""Time limit until the machines of a broadcast are connected."""
+JOIN_S = 8.0
+"""Time limit until the machines of a broadcast are connected. Other servers of a machine wait longer for the first
+byte."""
 SILENCE_S = 15.0
 """Time limit of one bucket."""
 LOOK_S = 0.05
@@ -109,7 +110,7 @@ class Offer:
         size = 1 + store.add(f"{wave}/members", 0)
         store.set(f"{wave}/size", str(size))
         data = torch.from_file(self.handle.path, shared=False, size=self.handle.num_bytes, dtype=torch.uint8)
-        with closing(_group(self._host, self._port, wave, 0, size, store)) as group:
+        with closing(_group(self.handle, self._host, self._port, wave, 0, size, store)) as group:
             for bucket in torch.split(data, BUCKET_BYTES):
                 group.broadcast([bucket], f"policy_version {self.handle.policy_version}")
 
@@ -161,7 +162,7 @@ def collect(handle: WeightsHandle, file: BinaryIO) -> None:
         store = TCPStore(host, int(port), wait_for_workers=False, timeout=timedelta(seconds=FIND_S))
         store.set_timeout(timedelta(seconds=JOIN_S))
         wave, rank, size = _place(store)
-        group = _group(host, int(port), wave, rank, size, store)
+        group = _group(handle, host, int(port), wave, rank, size, store)
     except (RuntimeError, ValueError) as error:
         raise NoBroadcast(f"{handle.meeting} admits no machine: {_first_line(error)}") from None
     buffer = torch.empty(min(BUCKET_BYTES, handle.num_bytes), dtype=torch.uint8)
@@ -187,10 +188,9 @@ def _place(store: TCPStore) -> tuple[int, int, int]:
     raise NoBroadcast(f"{NUM_WAVES} broadcasts began without this machine")
 
 
-def _group(host: str, port: int, wave: int, rank: int, size: int, store: TCPStore) -> Group:
-    place = Rendezvous(
-        group_name=f"broadcast-{wave}", master_address=host, master_port=port, world_size=size, backend="gloo"
-    )
+def _group(handle: WeightsHandle, host: str, port: int, wave: int, rank: int, size: int, store: TCPStore) -> Group:
+    name = f"broadcast-{handle.fingerprint}-{wave}"  # names are global in a process, which may have several offers
+    place = Rendezvous(group_name=name, master_address=host, master_port=port, world_size=size, backend="gloo")
     return Group(place, rank, join_timeout_s=JOIN_S, transfer_timeout_s=SILENCE_S, store=store)
 
 

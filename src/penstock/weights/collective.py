@@ -296,7 +296,7 @@ def _receivers(place: Rendezvous) -> str:
 def listening_store(host: str, *, timeout_s: float) -> tuple[TCPStore, int]:
     """Return a store for the ranks of groups, and its port, which the system chooses. `host`: an address of this
     machine, at which it listens."""
-    listener = socket.create_server((host, 0))
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = int(listener.getsockname()[1])
     store = TCPStore(
         host,

@@ -97,6 +97,8 @@ class Receiver:
         self._expected, self._machine, self._directory = expected, machine, directory
         self._neighbours, self._published = neighbours, published
         self._carriers = carriers or CARRIERS
+        for left in directory.glob(f"*{UNFINISHED}"):  # of an earlier process that was killed
+            left.unlink(missing_ok=True)
         self.transport: WeightsTransport = "shared_memory"
         """How the latest weights came to this machine, if this receiver got them; else it mapped a file here."""
 
@@ -157,6 +159,8 @@ class Receiver:
         arrived, limit = -1, time.monotonic() + MAX_SILENCE_S
         while True:
             folders = list(self._neighbours())
+            if path.exists():  # from an earlier call
+                return
             if _link(path, folders):
                 self.transport = "shared_memory"
                 return

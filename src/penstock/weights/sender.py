@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import Store
 
 from penstock.ports.training import SendingGroup, TensorBucket, WeightsNotSent
 from penstock.runtime.interfaces import use_interface_of
+from penstock.ticks import tick
 from penstock.weights.collective import Group, GroupFailed, Rendezvous, Spec, listening_store
 from penstock.weights.publication import DTYPES
 
@@ -190,6 +191,7 @@ class _ServerGroup:
         with torch.cuda.stream(stream):
             for number, part in enumerate(self._parts, 1):
                 joined.broadcast([part.to(self._device)], f"bucket {number} of {len(self._parts)} to be taken")
+                tick()
 
 
 def _announced(specs: Sequence[Spec]) -> TensorBucket:
