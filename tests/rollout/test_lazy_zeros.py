@@ -66,3 +66,26 @@ def test_slots_of_a_long_context_take_what_their_sequences_need(
     assert engine.num_reserved_bytes <= 2 * 2 * 2 * mmap.PAGESIZE, "one page for each head, as one slot is in use"
     assert resident_bytes(cache._keys) - others <= engine.num_reserved_bytes
     assert np.count_nonzero(cache._written) == 1
+
+
+def test_failed_aborted_and_retracted_rows_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "KEPT_BYTES", 0)
+    monkeypatch.setattr(slots, "TRIM_BYTES", 0)
+    monkeypatch.setattr(slot_memory, "TRIM_STEPS", 1)
+    engine = SlotEngine(make_model(), num_slots=8, max_context=MAX_CONTEXT, policy_version=0, num_cached=0)
+    assert isinstance(engine._memory, SlotMemory)
+    cache = engine._memory.cache
+    others = resident_bytes(cache._keys)
+    for number, length in enumerate((50, 3, 20, 4)):
+        engine.submit(make_request(str(number), [5] * length, max_new_tokens=9))
+    engine.step()
+    engine.abort(["1", "3"])
+    assert resident_bytes(cache._keys) - others <= engine.num_reserved_bytes
+    engine.retract()
+    engine.step()
+    cache.erase([0, 1])
+    engine.step()
+    assert resident_bytes(cache._keys) - others <= engine.num_reserved_bytes
+    engine.abort_all()
+    run(engine, make_request("last", [5, 6], max_new_tokens=3))
+    assert resident_bytes(cache._keys) - others <= 2 * 2 * 2 * mmap.PAGESIZE

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import logging
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from expert_policy import NUM_CHOSEN, NUM_EXPERTS, NUM_LAYERS, WIDTH, chosen_by, expert_model
-from tiny_policy import make_engine, make_request, run, serve
+from tiny_policy import make_engine, make_request, run, serve, sharing_blocks
 
 from penstock.model.experts import expert_layers
 from penstock.rollout import admission, bodies, vllm_client
@@ -24,7 +25,7 @@ from penstock.rollout.runner import EngineRunner
 from penstock.rollout.servers import Servers
 from penstock.rollout.session import HttpSession
 from penstock.rollout.sglang_client import SGLangClient
-from penstock.rollout.slot_engine import SlotEngine
+from penstock.rollout.slot_engine import Finished, SlotEngine
 from penstock.routed_experts import Routing, to_wire
 from penstock.samples import Segment, Trajectory, Turn, num_routed
 from penstock.types import EpisodeId, Sampling, SegmentGrant
@@ -60,6 +61,25 @@ def test_the_record_is_what_a_plain_pass_chooses(dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         assert num_same == num_all
     assert num_same > 0.9 * num_all, "in half precision near-ties fall as they like"
+
+
+@pytest.mark.parametrize("shares_blocks", [False, True])
+def test_a_prompt_that_comes_while_others_decode_has_its_own_record(shares_blocks: bool) -> None:
+    with sharing_blocks(16) if shares_blocks else nullcontext():
+        engine = expert_engine()
+        engine.submit(asked("first", PROMPT, max_new_tokens=8))
+        engine.step()
+        late = [8, 2, 9, 9, 3, 5]
+        (finished,) = [each for each in run_all(engine, asked("late", late)) if each.request.rid == "late"]
+    check_record(engine, late, finished.segments[0])
+
+
+def run_all(engine: SlotEngine, request: GenerateRequest) -> list[Finished]:
+    """Play a request and all that are running."""
+    finished = engine.submit(request)
+    while engine.has_work:
+        finished += engine.step()
+    return finished
 
 
 def test_only_what_is_asked_for_is_recorded() -> None:

@@ -85,6 +85,12 @@ class Layout:
             last=np.repeat(np.cumsum(lengths - starts) - 1, samples),
         )
 
+    @property
+    def exact(self) -> Shape:
+        """The shape without padding."""
+        num_decode, num_prompts = len(self.decoded[0]), len(self.lengths)
+        return Shape(num_decode, len(self.token_ids), num_prompts, num_decode + len(self.last))
+
     def shape(self, num_rows: int) -> Shape:
         """Return the padded shape for an engine with `num_rows` rows.
 
@@ -156,6 +162,9 @@ def flash(query: torch.Tensor, blocks: LayerSlots, reach: Reach, scaling: float)
     """Return [T, H, D]: each token attends to its sequence up to itself. `blocks` has [N, K, B, D]."""
     keys, values = (each.transpose(1, 2) for each in blocks)
     key_starts = torch.zeros_like(reach.query_starts)  # the tables say where keys are
+    # Some builds of torch put parts of split sequences into the wrong rows (pytorch#194167), except where the heads of
+    # one query are grouped.
+    is_grouped = reach.longest == 1 and query.shape[1] > keys.shape[2]
     out: torch.Tensor = torch.ops.aten._flash_attention_forward(
         query,
         keys,
@@ -170,21 +179,34 @@ def flash(query: torch.Tensor, blocks: LayerSlots, reach: Reach, scaling: float)
         scale=scaling,
         seqused_k=reach.key_lengths,
         block_table=reach.tables,
+        num_splits=None if is_grouped else 1,
     )[0]
     return out
 
 
 @torch.inference_mode()
 def finds_blocks(model: PreTrainedModel) -> bool:
-    """Try the kernel on the model's device, and return whether it finds keys and values in blocks. Otherwise the log
-    says why."""
+    """Try the kernel on the model's device, and return whether it finds keys and values in blocks, with one query for
+    each sequence and with several. Otherwise the log says why."""
+    reason = _fault(model, [1, 1]) or _fault(model, [1, 5])
+    if reason:
+        logger.warning(
+            "FlashAttention does not read blocks here, so each slot takes a whole context and steps are not recorded "
+            "as CUDA graphs: %s; try another release of torch",
+            reason,
+        )
+    return not reason
+
+
+def _fault(model: PreTrainedModel, num_queries: list[int]) -> str:
+    """Return what is wrong with attention of two sequences with this many queries; empty if nothing is."""
     (num_heads, head_dim), size = head_shape(model), shared_blocks.FLASH_BLOCK_TOKENS
-    num_queries, lengths = [1, 5], [size + 3, size + 7]
+    lengths = [size + 3, size + 7]
     data = torch.randn(2, 4, num_heads, size, head_dim, device=model.device, dtype=model.dtype)
     blocks, num_query_heads = LayerSlots(*data), model.config.get_text_config().num_attention_heads
     query = torch.randn(sum(num_queries), num_query_heads, head_dim, device=model.device, dtype=model.dtype)
     tables = torch.tensor([[2, 1], [3, 2]], dtype=torch.int32, device=model.device)
-    starts = torch.tensor([0, 1, 6], dtype=torch.int32, device=model.device)
+    starts = torch.tensor([0, 1, sum(num_queries)], dtype=torch.int32, device=model.device)
     key_lengths = torch.tensor(lengths, dtype=torch.int32, device=model.device)
     expected = list[torch.Tensor]()
     for row, (length, queries) in enumerate(zip(lengths, torch.split(query, num_queries), strict=True)):
@@ -196,14 +218,9 @@ def finds_blocks(model: PreTrainedModel) -> bool:
     try:
         found = flash(query, blocks, reach, head_dim**-0.5)
     except (RuntimeError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
-    else:
-        error_size = float((found - torch.cat(expected)).abs().max())
-        if error_size < TRIAL_TOLERANCE:
-            return True
-        reason = f"it computed values that are off by {error_size:.3g}"
-    logger.warning("FlashAttention does not read blocks here, so each slot takes a whole context: %s", reason)
-    return False
+        return str(error).partition("\n")[0] or type(error).__name__
+    largest = float((found - torch.cat(expected)).abs().max())
+    return "" if largest < TRIAL_TOLERANCE else f"it computed values that are off by {largest:.3g}"
 
 
 class CudaGraphs:
@@ -227,7 +244,7 @@ class CudaGraphs:
         """Return the logits [n, vocab], and one more row for the part of a prompt. Without `is_recorded`, neither
         record nor replay anything."""
         layout, memory = Layout.build(rows, num_decode, admissions), self._memory
-        shape = layout.shape(self._num_rows)
+        shape = layout.shape(self._num_rows) if is_recorded else layout.exact
         padded = torch.from_numpy(layout.padded(shape, tables=memory.tables, block_tokens=memory.block_tokens))
         return self._logits(shape, padded, is_recorded=is_recorded)[: num_decode + len(layout.last)]
 

@@ -15,6 +15,7 @@ from penstock.config import Config
 from penstock.model.files import read_json
 from penstock.model.load_policy import resolve_device, resolve_dtype
 from penstock.rollout.prefix_cache import CACHED_SHARE
+from penstock.rollout.shared_blocks import supports_flash
 
 SHARE = 0.5
 """Share of the free memory that keys and values may take, with those of the prefix cache. The rest is for computing,
@@ -32,10 +33,11 @@ def fitting(config: Config, model: Path, *, fixed: Collection[str]) -> tuple[Con
     """
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
-    of_token = bytes_of_token(read_json(model, "config.json"), dtype.itemsize)
+    architecture = read_json(model, "config.json")
+    of_token = bytes_of_token(architecture, dtype.itemsize)
     slots, context = config.rollout.slots, config.model.max_context
     num_tokens = int(SHARE * free_bytes(device) / (1 + CACHED_SHARE)) // of_token if of_token else slots * context
-    takes_all = device.type != "cpu" and dtype.itemsize != 2
+    takes_all = device.type != "cpu" and not supports_flash(device, dtype, _heads(architecture)[1])
     if takes_all and "rollout.slots" not in fixed:
         slots = min(slots, max(num_tokens // context, FEW if "model.max_context" not in fixed else 1))
     if "model.max_context" not in fixed:
@@ -55,12 +57,14 @@ def fitting(config: Config, model: Path, *, fixed: Collection[str]) -> tuple[Con
     )
 
 
-def tokens_that_fit(model: PreTrainedModel, *, num_slots: int, max_context: int) -> int:
+def tokens_that_fit(model: PreTrainedModel, *, num_slots: int, max_context: int, num_cached: int | None) -> int:
     """Return how many tokens can have keys and values at one time: what a share of the free memory has room for, and
-    at most two contexts per slot, one of them for the prefix cache.
+    at most one context per slot and what the prefix cache may hold, by default as much.
 
     Raises ValueError if that is less than one context."""
-    useful = int((1 + CACHED_SHARE) * num_slots * max_context)
+    in_slots = num_slots * max_context
+    most = int(CACHED_SHARE * in_slots)
+    useful = in_slots + (most if num_cached is None else min(num_cached, most))
     of_token = bytes_of_token(model.config.to_dict(), model.dtype.itemsize)
     if not of_token:
         return useful
@@ -76,15 +80,21 @@ def tokens_that_fit(model: PreTrainedModel, *, num_slots: int, max_context: int)
 
 def bytes_of_token(architecture: dict[str, Any], num_bytes: int) -> int:
     """Return the size of a token's keys and values in all layers; 0 if the architecture does not tell."""
+    num_heads, size = _heads(architecture)
+    return 2 * num_bytes * _number(architecture, "num_hidden_layers") * num_heads * size
+
+
+def _heads(architecture: dict[str, Any]) -> tuple[int, int]:
+    """Return the number of key/value heads and their size; 0 where the architecture does not tell."""
+    heads = _number(architecture, "num_attention_heads")
+    size = _number(architecture, "head_dim") or _number(architecture, "hidden_size") // max(heads, 1)
+    return _number(architecture, "num_key_value_heads") or heads, size
+
+
+def _number(architecture: dict[str, Any], name: str) -> int:
     nested = architecture.get("text_config")
-    text = nested if isinstance(nested, dict) else architecture
-
-    def number(name: str) -> int:
-        return value if isinstance(value := text.get(name), int) else 0
-
-    heads = number("num_attention_heads")
-    size = number("head_dim") or number("hidden_size") // max(heads, 1)
-    return 2 * num_bytes * number("num_hidden_layers") * (number("num_key_value_heads") or heads) * size
+    value = (nested if isinstance(nested, dict) else architecture).get(name)
+    return value if isinstance(value, int) else 0
 
 
 def free_bytes(device: torch.device) -> int:

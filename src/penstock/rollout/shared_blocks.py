@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from math import prod
 
 import numpy as np
 import torch
@@ -31,12 +32,17 @@ FLASH_CAPABILITY = (8, 0)
 
 def has_flash(model: PreTrainedModel) -> bool:
     """Return whether FlashAttention supports the model's device, dtype and head size."""
-    if model.device.type != "cuda" or torch.version.hip is not None:
-        return False
-    if torch.cuda.get_device_capability(model.device) < FLASH_CAPABILITY:
-        return False
     _, head_dim = head_shape(model)
-    return model.dtype in HALVES and head_dim % 8 == 0 and head_dim <= LARGEST_HEAD
+    return supports_flash(model.device, model.dtype, head_dim)
+
+
+def supports_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether FlashAttention supports heads of this size and dtype on a device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    if torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
+        return False
+    return dtype in HALVES and head_dim % 8 == 0 and head_dim <= LARGEST_HEAD
 
 
 class SharedPrefixes(PrefixCache):
@@ -241,12 +247,14 @@ class BlockMemory:
             row += admission.num_slots
         if target:
             where = torch.tensor([source, target], device=self.device)
-            self._data[:, where[1]] = self._data[:, where[0]]
+            for layer in self._data:  # one at a time, to need little memory
+                layer[where[1]] = layer[where[0]]
 
     @property
     def num_reserved_bytes(self) -> int:
         """Memory that the rows take. Blocks that several rows share count once."""
-        return int((np.unique(self.tables) > 0).sum()) * self._data[:, 0].nbytes
+        num_blocks = int((np.unique(self.tables) > 0).sum())
+        return num_blocks * int(prod(self._shape[2:])) * int(self._shape[0]) * self._dtype.itemsize
 
     def keep(self, kept: Iterable[Kept]) -> None:
         """Add the tokens of rows to the prefix cache. Rows with tokens that it has already share its blocks."""
@@ -264,7 +272,7 @@ class BlockMemory:
             self.prefixes.drop(self.tables[row, : self._lengths[row]].tolist())
             self._set(row, [])
 
-    def move(self, source: Ints, target: Ints, num_rows: int, length: int) -> None:
+    def move(self, source: Ints, target: Ints, num_rows: int, lengths: Ints) -> None:
         """Move the tables of rows, of which the first `num_rows` remain."""
         for array in (self.tables, self._lengths):
             array[target] = array[source]

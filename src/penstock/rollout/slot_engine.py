@@ -103,7 +103,7 @@ class SlotEngine:
         self.admitting = True
         """While False, running samples continue and no new sample is admitted."""
         if num_tokens is None:
-            num_tokens = tokens_that_fit(model, num_slots=num_slots, max_context=max_context)
+            num_tokens = tokens_that_fit(model, num_slots=num_slots, max_context=max_context, num_cached=num_cached)
         make_memory = BlockMemory if has_flash(model) and finds_blocks(model) else SlotMemory
         self._memory = make_memory(
             model,
@@ -508,7 +508,7 @@ class SlotEngine:
         live = np.ones(len(rows), dtype=np.bool_)
         live[list(ended)] = False
         source, target = regroup(self._positions, live)
-        self._memory.move(source, target, int(live.sum()), int(self._positions[source].max(initial=0)))
+        self._memory.move(source, target, int(live.sum()), self._positions[source])
         rows.move(source, target, int(live.sum()))
 
     def _take(self, running: RunningRequest) -> Finished:

@@ -56,8 +56,6 @@ class SlotMemory:
         """Number of tokens in the first slots, since the last step."""
         self._num_steps = 0
         """Number of steps since memory was given back."""
-        self._has_moved = False
-        """Whether rows have changed since memory was given back."""
 
     def allocate(self) -> None:
         """Allocate the memory, filled with zeros."""
@@ -91,10 +89,10 @@ class SlotMemory:
         if admissions and admissions[0].is_part:
             self._lengths = np.append(self._lengths, len(admissions[0].prompt_ids))
         self._num_steps += 1
-        if self._has_moved and self._num_steps >= TRIM_STEPS:
+        if self._num_steps >= TRIM_STEPS:
             self._num_steps = 0
+            self.cache.note(self._lengths)
             self.cache.trim(self._lengths, num_cached=self.prefixes.num_cached, cached=self.prefixes.blocks)
-            self._has_moved = False
 
     def share(self, num_decode: int, admissions: Sequence[Admission]) -> None:
         """Do nothing: keys and values of a prompt were written to the slots of all its samples."""
@@ -115,15 +113,16 @@ class SlotMemory:
             self.cache.save([*copies.values()])
 
     def leave(self, rows: Iterable[int]) -> None:
-        """Do nothing: the next row in a slot overwrites its keys and values."""
+        """Note what the rows have written: the next row in a slot overwrites it, or it is given back."""
+        self.cache.note(self._lengths)
 
-    def move(self, source: Ints, target: Ints, num_rows: int, length: int) -> None:
+    def move(self, source: Ints, target: Ints, num_rows: int, length: Ints) -> None:
         """Copy the first `length` positions of rows, of which the first `num_rows` remain."""
         self.cache.note(self._lengths)
-        self._has_moved = True
         if len(source):
             self.cache.move(source, target, length)
 
     def erase(self, rows: Sequence[int]) -> None:
         """Zero rows after non-finite values, so that the next sequences in their slots get no NaN."""
+        self.cache.note(self._lengths)
         self.cache.erase(rows)

@@ -95,12 +95,15 @@ class SlotCache:
     def layer(self, index: int) -> LayerSlots:
         return LayerSlots(self._keys[index], self._values[index])
 
-    def move(self, from_slots: Ints, to_slots: Ints, length: int) -> None:
-        """Copy the first `length` positions of slots `from_slots` to slots `to_slots`; the two may overlap."""
-        self._written[to_slots] = np.maximum(self._written[to_slots], length)
-        source, target = (torch.from_numpy(each).to(self.device) for each in (from_slots, to_slots))
-        self._keys[:, target, :, :length] = self._keys[:, source, :, :length]
-        self._values[:, target, :, :length] = self._values[:, source, :, :length]
+    def move(self, from_slots: Ints, to_slots: Ints, lengths: Ints) -> None:
+        """Copy the first `lengths` positions of slots `from_slots` to slots `to_slots`; the two may overlap."""
+        self._written[to_slots] = np.maximum(self._written[to_slots], lengths)
+        for slots in (self._keys, self._values):
+            moved = [
+                slots[:, slot, :, :n].clone() for slot, n in zip(from_slots.tolist(), lengths.tolist(), strict=True)
+            ]
+            for slot, part in zip(to_slots.tolist(), moved, strict=True):
+                slots[:, slot, :, : part.shape[2]] = part
 
     def save(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks of slots into the pool."""
@@ -166,8 +169,9 @@ class SlotCache:
 
     def erase(self, slots: Sequence[int]) -> None:
         """Zero slots."""
-        self._keys[:, slots] = 0
-        self._values[:, slots] = 0
+        for slot in slots:
+            self._keys[:, slot, :, : self._written[slot]] = 0
+            self._values[:, slot, :, : self._written[slot]] = 0
 
 
 def head_shape(model: PreTrainedModel) -> tuple[int, int]:
