@@ -49,6 +49,7 @@ from penstock.processes.layout import model_dir, places, rank_name, rank_names, 
 from penstock.processes.pool_access import payloads_of
 from penstock.processes.trainer_rank import Actor, CriticRank, ReferenceRank, TrainerRank
 from penstock.runtime.file_service import WEIGHTS
+from penstock.runtime.interfaces import use_interface_of
 from penstock.supervisor.child import Child
 from penstock.supervisor.procfs import boot_id
 from penstock.ticks import heard_by, tick
@@ -137,6 +138,7 @@ class TrainerProcess(Member):
         address = self._child.address
         if address is None:
             return None, None
+        use_interface_of(address)
         # With several ranks this process computes nothing, and has no device of its own.
         device = resolve_device(self._config.model.device if self._config.num_ranks == 1 else "cpu")
         return Offers(address), Sender(address, device=device)

@@ -25,7 +25,6 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from penstock.observe.log_lines import Paced
-from penstock.runtime.interfaces import use_interface_of
 from penstock.types import WeightsHandle
 from penstock.weights.collective import Group, GroupFailed, Rendezvous, listening_store
 
@@ -120,7 +119,6 @@ class Offers:
 
     def __init__(self, host: str) -> None:
         """`host`: the address of this machine for others."""
-        use_interface_of(host)
         self._host = host
         self._newest: list[Offer] = []
         self._bases: list[Offer] = []

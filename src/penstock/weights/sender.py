@@ -25,7 +25,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from penstock.ports.training import SendingGroup, TensorBucket, WeightsNotSent
-from penstock.runtime.interfaces import use_interface_of
 from penstock.ticks import tick
 from penstock.weights.collective import Group, GroupFailed, Rendezvous, Spec, listening_store
 from penstock.weights.publication import DTYPES
@@ -80,7 +79,6 @@ class Sender:
 
     def __init__(self, host: str, *, device: torch.device) -> None:
         """`host`: the address of this machine for others. `device`: where this process computes."""
-        use_interface_of(host)
         self._host, self._device = host, device
         self._lock = threading.Lock()
         self._groups: dict[str, _ServerGroup] = {}
