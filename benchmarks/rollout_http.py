@@ -4,13 +4,14 @@ The server is `penstock serve` in a process of its own; the engine alone is the 
 one torch thread, same policy, prompts, lengths, sampling. They take turns, a round at a time; a ratio is the median
 over the rounds, each against the engine alone right before and right after it, since other load on the machine comes
 and goes; time is wall time, since two processes are compared with one. vLLM (`--vllm PYTHON`, the interpreter of an
-environment that has it) serves the same model with one thread, compiled as it is by default, over its token-in,
-token-out path: one answer for each of many prompts (`vs_vllm_cpu`), and episodes of eight turns whose prompts grow
-(`turns_vs_vllm_cpu`), where both reuse what they computed.
+environment that has it) serves the same model with one thread, compiled as it is by default. It takes and returns
+tokens. There are two loads: many prompts with one answer each (`vs_vllm_cpu`), and episodes of eight turns
+(`turns_vs_vllm_cpu`). In an episode each prompt begins with the prompt before, and both servers reuse what they have
+computed.
 
-Thinking environments play episodes one after another: a prompt is the one before, its answer and an observation, until
-the context is full; before each turn comes a pause of exponential length. The share of busy slots is read from the
-server itself, and `think_time_reused_share` is the share of prompt tokens that it did not compute again.
+Thinking environments play one episode after another. Each prompt is the prompt before, its answer and an observation,
+until the context is full. Before each turn an environment waits for a random time. The server itself tells the share of
+busy slots. `think_time_reused_share` is the share of prompt tokens that the server did not compute again.
 """
 
 from __future__ import annotations

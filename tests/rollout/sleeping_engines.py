@@ -1,5 +1,5 @@
-"""vLLM and SGLang, whose memory a client takes and gives. Each keeps the rules of the real one, and dies where the
-real one dies. Weights are the text of a file."""
+"""Stand-ins for vLLM and SGLang that release and resume their memory. Each refuses what the real engine refuses, and
+dies where the real engine dies. Its weights are the text of a file."""
 
 from __future__ import annotations
 

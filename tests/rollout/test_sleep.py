@@ -197,7 +197,7 @@ async def test_a_failed_update_leaves_it_asleep_and_the_next_one_wakes_it(
         await client.commit_weights(handle)
     if engine.label == ASLEEP:
         assert engine.released == set(engine.memory)
-        await client.commit_weights(published(tmp_path, 1))  # older weights, whose file is still there
+        await client.commit_weights(published(tmp_path, 1))  # the file of the older weights still exists
     assert await client.served_version() in (1, 2)
     assert engine.weights == contents(int(engine.label))
     assert not (engine.death or engine.released or engine.paused)

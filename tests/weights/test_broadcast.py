@@ -99,8 +99,8 @@ async def test_a_machine_that_does_not_come_costs_the_others_only_time(tmp_path:
 async def test_without_a_broadcast_the_file_is_fetched(tmp_path: Path, trainer: Trainer) -> None:
     first = trainer.published(1)
     with Machine("machine-0", tmp_path, SHAPES) as machine:
-        nobody = replace(first, meeting=f"{HOST}:9")
-        assert await ask([machine], nobody) == ["file"]
+        without_sender = replace(first, meeting=f"{HOST}:9")
+        assert await ask([machine], without_sender) == ["file"]
         assert await ask([machine], replace(trainer.published(2), meeting="")) == ["file"]
         machine.tell(replace(first, meeting="somewhere"))
         assert "`meeting` of a weights handle does not have the form" in machine.received().transport

@@ -4,7 +4,6 @@ Cancelling `generate` closes its connection. The server then aborts the request.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -12,17 +11,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
 from msgspec import Struct
 
-from penstock.deadline import Stalled, deadline
+from penstock.deadline import Stalled
 from penstock.ports.training import WeightsSender
 from penstock.rollout import bodies
 from penstock.rollout.request import MAX_TOKEN
-from penstock.rollout.served_adapters import HELD, ListedModels, ServedAdapters, name_of
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.routed_experts import Routing, compact, from_wire
 from penstock.runtime.http_client import short
@@ -64,10 +61,20 @@ COMMIT_S: dict[UpdateMode, float] = {"in_place": 90.0, "retract": 90.0, "drain":
 """Timeouts for staging (`BEGIN_S`) and committing weights, a little longer than the server's own deadlines."""
 RESUME_S = 10.0
 """Timeout for continuing generation after a pause."""
-STAT_S = 30.0
-"""Timeout for a file's status, which may be on a slow shared file system."""
 
 FINISH_REASONS: dict[type, FinishReason] = {bodies.Stop: "stop", bodies.Length: "length", bodies.Abort: "abort"}
+
+
+class ListedModel(Struct):
+    """A model of `/v1/models`. Adapters are models too."""
+
+    id: str
+
+
+class ListedModels(Struct):
+    """The reply of `/v1/models`."""
+
+    data: list[ListedModel]
 
 
 class Claimed(NamedTuple):
@@ -86,11 +93,7 @@ class ServedLabel(Struct):
 
 
 class ServerClient(ABC):
-    """The client of one server.
-
-    The methods that are not abstract suit engines that read published weights from a directory and manage their own
-    memory. Such an engine must see the same directory: shared memory on this host, or a shared file system. It
-    overwrites its weights in place. If an update fails halfway, the engine holds weights of no known version."""
+    """The client of one server."""
 
     update_mode: UpdateMode = "retract"
     """How a commit treats running samples.
@@ -107,8 +110,6 @@ class ServerClient(ABC):
     serves_adapters = False
     """Whether the policy's versions are adapters, and requests must name one. The server started with the weights to
     which they belong."""
-    adapters_prefix = ""
-    """Of the paths of the engine's routes for adapters."""
     routing: Routing | None = None
     """What the policy's routers record. None: it has no experts, or their record is not wanted."""
     seeded = False
@@ -181,82 +182,24 @@ class ServerClient(ABC):
         not published."""
 
     async def forget_weights(self) -> None:
-        """Reset version numbers, because a run takes over a server that another run may have used. A server that is
-        asleep has no version already."""
-        if not await self.is_asleep():
-            await self.label_weights(UNKNOWN)
+        """Reset version numbers, because a run takes over a server that another run may have used."""
+        await self.label_weights(UNKNOWN)
 
     async def is_asleep(self) -> bool:
-        """Return whether the engine has discarded its weights for the trainer. It is alive, and generates nothing."""
-        if not self.discards_weights:
-            return False
-        return (await self._session.call("GET", self.url, self.label_path, None, ServedLabel)).weight_version == ASLEEP
+        """Return whether the server has discarded its weights for the trainer. It is alive, and generates nothing."""
+        return False
 
+    @abstractmethod
     async def begin_weights(self, handle: WeightsHandle) -> None:
-        """Stage and verify weights. The served weights do not change.
-
-        An engine that reads files stages nothing. So this checks the size of the file before generation pauses."""
-        path = Path(handle.path)
-        async with deadline(STAT_S, waiter="rollout client", resource=handle.path, holder="its storage"):
-            found = await asyncio.to_thread(lambda: path.stat().st_size if path.is_file() else -1)
-        if found != handle.num_bytes:
-            raise RolloutError(self.url, f"weights file {path} has {found} bytes, expected {handle.num_bytes}", 400)
-        if handle.adapters is not None:
-            await self._adapters.load(handle)
+        """Stage and verify weights. The served weights do not change."""
 
     @abstractmethod
     async def commit_weights(self, handle: WeightsHandle) -> None:
         """Serve the weights that `begin_weights` staged."""
 
-    @property
-    def _adapters(self) -> ServedAdapters:
-        return ServedAdapters(self.url, self._session, prefix=self.adapters_prefix)
-
-    async def _adapter_name(self) -> str:
-        """Return the name of the served adapters, which a request must name. Raises RolloutError with status 503 if the
-        label of the weights is no version."""
-        served = await self._session.call("GET", self.url, self.label_path, None, ServedLabel)  # it may be busy
-        return name_of(self._version(served.weight_version))
-
-    async def _commit_adapters(self, policy_version: int) -> None:
-        """Let new requests name the adapters of this version.
-
-        Running requests keep theirs to the end, and nothing pauses. With `retract`, or if the server holds too many
-        adapters, they end with their tokens so far, and old adapters are unloaded. Raises RolloutError with status 409
-        if the server does not hold the adapters, because it was restarted since they were staged.
-        """
-        held, label = await self._adapters.held(), str(policy_version)
-        if policy_version not in held:
-            raise RolloutError(self.url, f"does not hold the adapters of policy_version {policy_version}", CONFLICT)
-        if self.update_mode != "retract" and len(held) < HELD:
-            await self.label_weights(label)
-            return
-        before = (await self._label()).weight_version
-        try:
-            await self._end_running()
-            await self.label_weights(label)
-            for version in held:
-                if str(version) not in (label, before):
-                    await self._adapters.unload(version)
-        finally:
-            await self._continue()
-
-    async def _end_running(self) -> None:
-        """Pause, and end all running requests with their tokens so far."""
-        raise NotImplementedError
-
-    async def _continue(self) -> None:
-        """End the pause."""
-        raise NotImplementedError
-
+    @abstractmethod
     async def abort_weights(self) -> None:
-        """Drop the staged weights. An engine that reads files has staged nothing but adapters, which no request names
-        yet."""
-        served = (await self._label()).weight_version if self.serves_adapters else ""
-        if served.isdecimal():
-            for version in await self._adapters.held():
-                if version > int(served):
-                    await self._adapters.unload(version)
+        """Drop the staged weights."""
 
     @abstractmethod
     async def release(self) -> None:
@@ -268,18 +211,6 @@ class ServerClient(ABC):
     async def resume(self) -> None:
         """Allocate the generation memory again, if a weights update has not done so. Raises RolloutError with status
         503 if the server has no weights."""
-
-    async def _check_awake(self) -> None:
-        """Check that a weights update has woken the engine. Raises RolloutError with status 503."""
-        if await self.is_asleep():
-            raise RolloutError(self.url, "is asleep: it has discarded its weights, and the last update failed", 503)
-
-    async def _answer_asleep(self, grants: Sequence[SegmentGrant]) -> list[Segment] | None:
-        """Return answers without tokens if the engine is asleep, else None. The engine itself would let requests wait
-        for the end of training, and their time would run."""
-        if not (self.takes_turns and await self.is_asleep()):
-            return None
-        return [Segment(token_ids=[], logprobs=[], spans=[], finish_reason="abort") for _ in grants]
 
     async def _post(self, path: str, body: object = None, *, timeout_s: float | None = None) -> None:
         await self._session.send("POST", self.url, path, body, timeout_s=timeout_s)

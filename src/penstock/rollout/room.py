@@ -25,7 +25,8 @@ FEW = 8
 
 
 def fitting(config: Config, model: Path, *, fixed: Collection[str]) -> tuple[Config, str]:
-    """Return settings whose answers fit into the free memory, and a sentence that names them if they were reduced.
+    """Return settings with which answers fit into the free memory. Also return a sentence that names these settings, or
+    "" if they are the given ones.
 
     One answer of `model.max_context` tokens must fit. Samples wait for memory, so any number of slots fits, except on
     an accelerator without FlashAttention: there, each slot takes the memory of a whole context. The settings named in

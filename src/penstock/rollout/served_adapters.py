@@ -13,9 +13,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from msgspec import Struct
-
 from penstock.rollout.bodies import WeightSpan
+from penstock.rollout.client import ListedModels
 from penstock.rollout.session import HttpSession
 from penstock.types import WeightsHandle
 
@@ -25,18 +24,6 @@ LOAD_S = 300.0
 """Timeout for reading the file of adapters."""
 PREFIX = "policy-"
 NAME = re.compile(rf"{PREFIX}(\d{{1,10}})")
-
-
-class ListedModel(Struct):
-    """A model of `/v1/models`. Adapters are models too."""
-
-    id: str
-
-
-class ListedModels(Struct):
-    """The reply of `/v1/models`."""
-
-    data: list[ListedModel]
 
 
 def name_of(policy_version: int) -> str:

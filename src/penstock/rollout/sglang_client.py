@@ -30,9 +30,9 @@ from penstock.rollout.client import (
     PROBE_S,
     RESUME_S,
     UNKNOWN,
-    ServerClient,
     sampling_body,
 )
+from penstock.rollout.engine_client import EngineClient
 from penstock.rollout.served_adapters import span_of
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.rollout.weights_group import WeightsGroup
@@ -54,10 +54,9 @@ class ServerInfo(Struct):
     enable_memory_saver: bool | None = None
 
 
-class SGLangClient(ServerClient):
+class SGLangClient(EngineClient):
     """The client of one SGLang server."""
 
-    discards_weights = True
     label_path = "/model_info"
     routing_remedy = "start it with --enable-return-routed-experts"
 
@@ -68,11 +67,15 @@ class SGLangClient(ServerClient):
         self._is_mixed = False
         """Whether the server may have weights of two versions under the label of one."""
 
-    async def generate(
-        self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
+    async def _generate(
+        self,
+        prompt_ids: Sequence[int],
+        grants: Sequence[SegmentGrant],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        adapter: str | None,
     ) -> list[Segment]:
-        if (nothing := await self._answer_asleep(grants)) is not None:
-            return nothing
         start = self._routed_from(sampling)
         body = bodies.GenerateBody(
             input_ids=[list(prompt_ids) for _ in grants],
@@ -84,7 +87,6 @@ class SGLangClient(ServerClient):
             return_routed_experts=start is not None,
             routed_experts_start_len=start or 0,
         )
-        adapter = await self._adapter_name() if self.serves_adapters else None
         if adapter is not None:
             body.lora_path = [adapter for _ in grants]
         kind, most = list[bodies.SampledReply], self._answer_bytes(len(prompt_ids), grants, sampling)
@@ -144,9 +146,6 @@ class SGLangClient(ServerClient):
                 raise
             raise RolloutError(self.url, f"was not idle within {IDLE_S:g} s: {error.message}", 503) from error
 
-    async def resume(self) -> None:
-        await self._check_awake()
-
     async def begin_weights(self, handle: WeightsHandle) -> None:
         """Join the group in which the weights come, if they come by broadcast. A server that has them needs none."""
         await self._leave_group()
@@ -174,23 +173,16 @@ class SGLangClient(ServerClient):
         return (await self._label()).weight_version == str(handle.policy_version)
 
     async def commit_weights(self, handle: WeightsHandle) -> None:
-        """Make the server load weights: from their directory, or from the group that `begin_weights` joined.
-
-        SGLang rolls back a failed update from a directory, and this needs no bracket. A broadcast that fails leaves the
-        label `UNKNOWN`. Without a pause, SGLang waits until no request runs; this is `drain`. Adapters are loaded
-        already."""
-        if handle.adapters is not None:
-            await self._commit_adapters(handle.policy_version)
-            return
         try:
-            await self._commit(handle)
+            await super().commit_weights(handle)
         finally:
             await self._leave_group()
 
-    async def _commit(self, handle: WeightsHandle) -> None:
-        if await self.is_asleep():
-            await self._wake_with(handle)
-            return
+    async def _replace_weights(self, handle: WeightsHandle) -> None:
+        """Make the server load weights: from their directory, or from the group that `begin_weights` joined.
+
+        SGLang rolls back a failed update from a directory, and this needs no bracket. A broadcast that fails leaves the
+        label `UNKNOWN`. Without a pause, SGLang waits until no request runs; this is `drain`."""
         pause = PAUSES.get(self.update_mode)
         self._is_mixed = False
         try:
@@ -202,7 +194,6 @@ class SGLangClient(ServerClient):
                 await self._continue()
 
     async def _wake_with(self, handle: WeightsHandle) -> None:
-        """Wake the engine with these weights. If that fails, it sleeps on, and any later update may wake it."""
         await self._post(RESUME, {"tags": ["weights"]})
         try:
             await self._load(handle, flush=False)  # the cache is empty

@@ -497,7 +497,7 @@ class SlotEngine:
         return left
 
     def _put_back(self, sequences: Collection[SlotSequence]) -> None:
-        """Put samples whose keys and values are dropped at the head of the queue."""
+        """Put samples at the head of the queue. Their keys and values were dropped."""
         for sequence in sequences:
             sequence.close_span(self.policy_version)
             sequence.keys_are_served = True

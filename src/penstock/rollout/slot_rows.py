@@ -1,4 +1,5 @@
-"""The sequences that are being generated, and their per-row state in dense arrays. Row i lives in KV slot i."""
+"""The sequences that are being generated, and their per-row state in dense arrays. Row i has KV slot i, or
+table i of blocks."""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ ROW = np.dtype([("seed", "u8"), ("top_k", "i8"), ("temperature", "f4"), ("top_p"
 
 
 class Rows:
-    """The rows of a step. Rows 0..len-1 are active. `positions[i]` is the slot position of row i's latest token."""
+    """The rows of a step. Rows 0..len-1 are active. `positions[i]` is the position of row i's latest token."""
 
     def __init__(self, capacity: int) -> None:
         self.sequences: list[SlotSequence] = []

@@ -25,7 +25,8 @@ from msgspec import Struct
 
 from penstock.deadline import Stalled
 from penstock.rollout import bodies
-from penstock.rollout.client import ANSWER_S, ASLEEP, COMMIT_S, RESUME_S, ServerClient
+from penstock.rollout.client import ANSWER_S, ASLEEP, COMMIT_S, RESUME_S
+from penstock.rollout.engine_client import EngineClient
 from penstock.rollout.generator import all_of
 from penstock.rollout.served_adapters import span_of
 from penstock.rollout.session import HttpSession, RolloutError
@@ -105,11 +106,10 @@ class ServerInfo(Struct):
     vllm_config: VllmSettings = msgspec.field(default_factory=VllmSettings)
 
 
-class VllmClient(ServerClient):
+class VllmClient(EngineClient):
     """The client of one vLLM server."""
 
     update_mode = "in_place"
-    discards_weights = True
     label_path = "/weight_info"
     adapters_prefix = "/v1"
     routing_remedy = "start it with --enable-return-routed-experts"
@@ -124,20 +124,26 @@ class VllmClient(ServerClient):
         self._returns_experts = False
         """Whether an answer had experts. Then the server also knows the setting that leaves out earlier ones."""
 
-    async def generate(
-        self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
+    async def _generate(
+        self,
+        prompt_ids: Sequence[int],
+        grants: Sequence[SegmentGrant],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        adapter: str | None,
     ) -> list[Segment]:
         """Return one segment per grant. Each grant is a separate request, because vLLM has one limit per request.
 
         With a seed, vLLM draws each row of a batch by itself, which slows its decode steps. So it gets none unless the
         client is `seeded`. vLLM restarts its random numbers with each request, so the client mixes the seed with the
         position."""
-        if (nothing := await self._answer_asleep(grants)) is not None:
-            return nothing
         pairs = zip(grants, seeds, strict=True)
-        return await all_of(self._sample(prompt_ids, grant, sampling, seed) for grant, seed in pairs)
+        return await all_of(self._sample(prompt_ids, grant, sampling, seed, adapter) for grant, seed in pairs)
 
-    async def _sample(self, prompt_ids: Sequence[int], grant: SegmentGrant, sampling: Sampling, seed: int) -> Segment:
+    async def _sample(
+        self, prompt_ids: Sequence[int], grant: SegmentGrant, sampling: Sampling, seed: int, adapter: str | None
+    ) -> Segment:
         body: dict[str, Any] = {
             "token_ids": list(prompt_ids),
             "sampling_params": {
@@ -151,7 +157,6 @@ class VllmClient(ServerClient):
         }
         if self.seeded:
             body["sampling_params"]["seed"] = stable_seed(seed, len(prompt_ids))
-        adapter = await self._adapter_name() if self.serves_adapters else None
         if adapter is not None:
             body["model"] = adapter  # vLLM reuses prompts of the same adapter only
         elif self._salt:
@@ -217,20 +222,9 @@ class VllmClient(ServerClient):
         await self.label_weights(ASLEEP)  # after the last token of the discarded weights
         await self._post(SLEEP)  # it also ends requests that came since the pause
 
-    async def resume(self) -> None:
-        await self._check_awake()
-
-    async def commit_weights(self, handle: WeightsHandle) -> None:
-        """Pause, make every worker load the directory, set the version label, and continue.
-
-        A failure in between leaves the label `UNKNOWN`, or a server that is asleep. So no later sample counts as one of
-        a known version. Adapters are loaded already."""
-        if handle.adapters is not None:
-            await self._commit_adapters(handle.policy_version)
-            return
-        if await self.is_asleep():
-            await self._wake_with(handle)
-            return
+    async def _replace_weights(self, handle: WeightsHandle) -> None:
+        """Pause, make every worker load the directory, set the version label, and continue. A failure in between leaves
+        the label `UNKNOWN`, so no later sample counts as one of a known version."""
         try:
             await self._post(PAUSES[self.update_mode], timeout_s=COMMIT_S[self.update_mode])
             await self.forget_weights()
@@ -245,7 +239,6 @@ class VllmClient(ServerClient):
         await self._post("/resume", timeout_s=RESUME_S)
 
     async def _wake_with(self, handle: WeightsHandle) -> None:
-        """Wake the engine with these weights. If that fails, it sleeps on, and any later update may wake it."""
         try:
             await self._post(f"{WAKE}weights")
             await self._load(handle)

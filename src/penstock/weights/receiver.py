@@ -100,7 +100,7 @@ class Receiver:
         for left in directory.glob(f"*{UNFINISHED}"):  # of an earlier process that was killed
             left.unlink(missing_ok=True)
         self.transport: WeightsTransport = "shared_memory"
-        """How the latest weights came to this machine, if this receiver got them; else it mapped a file here."""
+        """How the latest weights came: by a transport if this receiver got the file, and else from shared memory."""
 
     def __call__(self, handle: WeightsHandle) -> dict[str, Tensor]:
         """Return the mapped weights by name; of a handle of adapters, the adapters.

@@ -1,0 +1,144 @@
+"""What the clients of vLLM and SGLang have in common: weights from a file, adapters, and sleep. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.deadline import deadline
+from penstock.rollout.client import ASLEEP, CONFLICT, ServedLabel, ServerClient
+from penstock.rollout.served_adapters import HELD, ServedAdapters, name_of
+from penstock.rollout.session import RolloutError
+from penstock.samples import Segment
+from penstock.types import Sampling, SegmentGrant, WeightsHandle
+
+STAT_S = 30.0
+"""Timeout for a file's status, which may be on a slow shared file system."""
+
+
+class EngineClient(ServerClient):
+    """The client of a server with another engine.
+
+    The engine reads published weights from a directory that it sees too: shared memory on this host, or a shared file
+    system. It overwrites its weights in place. If an update fails halfway, the engine holds weights of no known
+    version."""
+
+    discards_weights = True
+    adapters_prefix = ""
+    """Of the paths of the engine's routes for adapters."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Segment]:
+        """Return one segment per grant, without tokens if the engine is asleep. The engine itself would let requests
+        wait for the end of training, and their time would run."""
+        if self.takes_turns and await self.is_asleep():
+            return [Segment(token_ids=[], logprobs=[], spans=[], finish_reason="abort") for _ in grants]
+        adapter = await self._adapter_name() if self.serves_adapters else None
+        return await self._generate(prompt_ids, grants, sampling, seeds, adapter=adapter)
+
+    @abstractmethod
+    async def _generate(
+        self,
+        prompt_ids: Sequence[int],
+        grants: Sequence[SegmentGrant],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        adapter: str | None,
+    ) -> list[Segment]:
+        """Return one segment per grant. `adapter`: name of the adapters that compute them, or None."""
+
+    async def is_asleep(self) -> bool:
+        return (await self._busy_label()) == ASLEEP
+
+    async def _busy_label(self) -> str:
+        """Return the label of the weights, from a server that may be too busy to answer within seconds."""
+        return (await self._session.call("GET", self.url, self.label_path, None, ServedLabel)).weight_version
+
+    async def _adapter_name(self) -> str:
+        """Return the name of the served adapters, which a request must name. Raises RolloutError with status 503 if the
+        label of the weights is no version."""
+        return name_of(self._version(await self._busy_label()))
+
+    async def forget_weights(self) -> None:
+        """Reset version numbers. An engine that is asleep has no version already."""
+        if not await self.is_asleep():
+            await super().forget_weights()
+
+    async def begin_weights(self, handle: WeightsHandle) -> None:
+        """Check the size of the file before generation pauses, since the engine stages nothing. Load adapters."""
+        path = Path(handle.path)
+        async with deadline(STAT_S, waiter="rollout client", resource=handle.path, holder="its storage"):
+            found = await asyncio.to_thread(lambda: path.stat().st_size if path.is_file() else -1)
+        if found != handle.num_bytes:
+            raise RolloutError(self.url, f"weights file {path} has {found} bytes, expected {handle.num_bytes}", 400)
+        if handle.adapters is not None:
+            await self._adapters.load(handle)
+
+    async def commit_weights(self, handle: WeightsHandle) -> None:
+        """Let new requests name adapters that are loaded, wake an engine that is asleep, or replace the weights."""
+        if handle.adapters is not None:
+            await self._commit_adapters(handle.policy_version)
+        elif await self.is_asleep():
+            await self._wake_with(handle)
+        else:
+            await self._replace_weights(handle)
+
+    async def abort_weights(self) -> None:
+        """Unload adapters that are newer than the served ones. No request names them yet."""
+        served = (await self._label()).weight_version if self.serves_adapters else ""
+        if served.isdecimal():
+            for version in await self._adapters.held():
+                if version > int(served):
+                    await self._adapters.unload(version)
+
+    async def resume(self) -> None:
+        """Check that a weights update has woken the engine."""
+        if await self.is_asleep():
+            raise RolloutError(self.url, "is asleep: it has discarded its weights, and the last update failed", 503)
+
+    @property
+    def _adapters(self) -> ServedAdapters:
+        return ServedAdapters(self.url, self._session, prefix=self.adapters_prefix)
+
+    async def _commit_adapters(self, policy_version: int) -> None:
+        """Let new requests name the adapters of this version.
+
+        Running requests keep theirs to the end, and nothing pauses. With `retract`, or if the server holds too many
+        adapters, they end with their tokens so far, and old adapters are unloaded. Raises RolloutError with status 409
+        if the server does not hold the adapters, because it was restarted since they were staged.
+        """
+        held, label = await self._adapters.held(), str(policy_version)
+        if policy_version not in held:
+            raise RolloutError(self.url, f"does not hold the adapters of policy_version {policy_version}", CONFLICT)
+        if self.update_mode != "retract" and len(held) < HELD:
+            await self.label_weights(label)
+            return
+        before = (await self._label()).weight_version
+        try:
+            await self._end_running()
+            await self.label_weights(label)
+            for version in held:
+                if str(version) not in (label, before):
+                    await self._adapters.unload(version)
+        finally:
+            await self._continue()
+
+    @abstractmethod
+    async def _replace_weights(self, handle: WeightsHandle) -> None:
+        """Pause as `update_mode` says, load the weights, and continue."""
+
+    @abstractmethod
+    async def _wake_with(self, handle: WeightsHandle) -> None:
+        """Wake the engine with these weights. If that fails, it sleeps on, and any later update may wake it."""
+
+    @abstractmethod
+    async def _end_running(self) -> None:
+        """Pause, and end all running requests with their tokens so far."""
+
+    @abstractmethod
+    async def _continue(self) -> None:
+        """End the pause."""
