@@ -113,7 +113,9 @@ class Server(bus_client.Member):
 
 
 def reply_to(handle: WeightsHandle, state: str) -> bodies.WeightsReply:
-    return bodies.WeightsReply(state=state, policy_version=handle.policy_version, fingerprint=handle.fingerprint)
+    return bodies.WeightsReply(
+        state=state, policy_version=handle.policy_version, fingerprint=handle.fingerprint, transport="file"
+    )
 
 
 def answer(value: Any) -> web.Response:
