@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import threading
@@ -14,19 +15,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published import publish
+from published import publish, publish_next
 from torch import Tensor
 
 from penstock.deadline import Stalled
-from penstock.weights import publication
+from penstock.weights import publication, shared_memory
 from penstock.weights.publication import (
+    KEPT_VERSIONS,
     NotPublished,
     Publication,
     WeightsPublisher,
     await_handle,
     handle_in,
 )
-from penstock.weights.shared_memory import fingerprint, layout, receive
+from penstock.weights.shared_memory import WeightsMismatch, fingerprint, layout, receive, take_over
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16])
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -72,6 +74,51 @@ def test_weights_are_converted_to_the_dtype_of_the_servers(tmp_path: Path) -> No
     with WeightsPublisher(tmp_path).open(form, 1) as opened:
         handle = opened.write_whole([("w", weight.T)], 1)
     assert torch.equal(receive(handle, form)["w"], weight.T.bfloat16())
+
+
+def test_a_file_that_nobody_maps_is_written_over(tmp_path: Path) -> None:
+    """The system gives no new memory for it. Only the newest versions can be received."""
+    publisher, numbers = WeightsPublisher(tmp_path), set[int]()
+    for version in range(3 * KEPT_VERSIONS):
+        handle = publish_next(publisher, {"w": torch.full((1000,), float(version))}, version)
+        numbers.add(Path(handle.path).stat().st_ino)
+        received = receive(handle, layout({"w": torch.empty(1000)}))["w"]
+        assert received.eq(version).all()
+        del received
+    assert len(numbers) == KEPT_VERSIONS and len(list(tmp_path.iterdir())) == KEPT_VERSIONS
+
+
+def test_a_file_that_is_mapped_is_never_written_over(tmp_path: Path) -> None:
+    publisher, form = WeightsPublisher(tmp_path), layout({"w": torch.empty(1000), "v": torch.empty(3, 0)})
+    held: list[Tensor] = []
+    for version in range(3 * KEPT_VERSIONS):
+        named = {"w": torch.full((1000,), float(version)), "v": torch.empty(3, 0)}
+        held.append(receive(publish_next(publisher, named, version), form)["w"][version:])
+    assert all(tensor.eq(version).all() for version, tensor in enumerate(held))
+
+
+def test_a_file_of_another_size_is_not_written_over(tmp_path: Path) -> None:
+    publisher = WeightsPublisher(tmp_path)
+    for version in range(2 * KEPT_VERSIONS):
+        named = {"w": torch.full((100 + version,), float(version))}
+        handle = publish_next(publisher, named, version)
+        assert torch.equal(receive(handle, layout(named))["w"], named["w"])
+
+
+def test_a_receiver_that_comes_as_a_file_is_taken_finds_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has opened the file, and has not locked it yet."""
+    named = {"w": torch.ones(10)}
+    handle = publish(named, directory=tmp_path, policy_version=1)
+    path, lock = Path(handle.path), fcntl.flock
+
+    def late(fd: int, how: int) -> None:
+        monkeypatch.setattr(shared_memory.fcntl, "flock", lock)
+        assert take_over(path, tmp_path / "taken", num_bytes=handle.num_bytes)
+        lock(fd, how)
+
+    monkeypatch.setattr(shared_memory.fcntl, "flock", late)
+    with pytest.raises(WeightsMismatch, match="does not exist"):
+        receive(handle, layout(named))
 
 
 def test_servers_find_nothing_before_all_ranks_have_written(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from published import publish
 
 from penstock.ports.training import WeightsNotSent
-from penstock.weights.collective import Spec
-from penstock.weights.sender import Placed, Sender, in_buckets, tensors_in
+from penstock.weights.sender import Sender, in_buckets
+from penstock.weights.shared_memory import Placed, tensors_in
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ENTRIES = st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 40)), max_size=30)
@@ -23,7 +23,7 @@ def placed(entries: list[tuple[torch.dtype, int]], first_byte: int) -> list[Plac
     found, end = [], first_byte
     for number, (dtype, size) in enumerate(entries):
         start, end = end, end + size * dtype.itemsize
-        found.append(Placed(Spec(f"weight-{number}", dtype, (size,)), start, end))
+        found.append(Placed(f"weight-{number}", dtype, (size,), start, end))
     return found
 
 
@@ -34,20 +34,20 @@ def test_buckets_are_runs_of_the_file(entries: list[tuple[torch.dtype, int]], fi
     assert [tensor for bucket in buckets for tensor in bucket] == tensors, "each tensor once, in order"
     assert in_buckets(tensors, most_bytes) == buckets
     for bucket in buckets:
-        assert len({tensor.spec.dtype for tensor in bucket}) == 1
+        assert len({tensor.dtype for tensor in bucket}) == 1
         assert len(bucket) == 1 or bucket[-1].end - bucket[0].start <= most_bytes
-        assert sum(tensor.spec.num_bytes for tensor in bucket) == bucket[-1].end - bucket[0].start
+        assert sum(tensor.shape[0] * tensor.dtype.itemsize for tensor in bucket) == bucket[-1].end - bucket[0].start
     for one, other in pairwise(buckets):
         is_full = other[0].end - one[0].start > most_bytes
-        assert is_full or one[0].spec.dtype != other[0].spec.dtype, "no bucket is smaller than it must be"
+        assert is_full or one[0].dtype != other[0].dtype, "no bucket is smaller than it must be"
 
 
 def test_the_tensors_of_a_file_are_where_their_bytes_are(tmp_path: Path) -> None:
     named = {f"weight-{number}": torch.randn(3, 5).to(dtype) for number, dtype in enumerate(DTYPES)}
     path = Path(publish(named, directory=tmp_path, policy_version=1).path)
     data, found = path.read_bytes(), tensors_in(path)
-    assert {tensor.spec.name for tensor in found} == named.keys()
-    for (name, dtype, shape), start, end in found:
+    assert {tensor.name for tensor in found} == named.keys()
+    for name, dtype, shape, start, end in found:
         read = torch.frombuffer(bytearray(data[start:end]), dtype=dtype).reshape(shape)
         assert torch.equal(read, named[name])
     assert found[-1].end == len(data)

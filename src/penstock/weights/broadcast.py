@@ -19,6 +19,7 @@ import threading
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import BinaryIO
 
 import torch
@@ -27,6 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 from penstock.observe.log_lines import Paced
 from penstock.types import WeightsHandle
 from penstock.weights.collective import Group, GroupFailed, Rendezvous, listening_store
+from penstock.weights.shared_memory import WeightsMismatch, map_file
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ class Offer:
                 continue
             try:
                 self._broadcast(store)
-            except (RuntimeError, GroupFailed, OSError) as error:
+            except (RuntimeError, GroupFailed, OSError, WeightsMismatch) as error:
                 version = self.handle.policy_version
                 log.info(f"policy_version {version} was not broadcast, so machines fetch it one by one: {error}")
 
@@ -108,7 +110,7 @@ class Offer:
         store.set("wave", str(self.num_waves))
         size = 1 + store.add(f"{wave}/members", 0)
         store.set(f"{wave}/size", str(size))
-        data = torch.from_file(self.handle.path, shared=False, size=self.handle.num_bytes, dtype=torch.uint8)
+        data = map_file(Path(self.handle.path))
         with closing(_group(self.handle, self._host, self._port, wave, 0, size, store)) as group:
             for bucket in torch.split(data, BUCKET_BYTES):
                 group.broadcast([bucket], f"policy_version {self.handle.policy_version}")

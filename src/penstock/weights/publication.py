@@ -26,16 +26,19 @@ from types import TracebackType
 import msgspec
 import torch
 from torch import Tensor
+from xxhash import xxh3_64
 
 from penstock.deadline import Stalled
 from penstock.ticks import tick
 from penstock.types import AdaptersForm, WeightsHandle
-from penstock.weights.shared_memory import Layout, file_in, fingerprint, mapped
+from penstock.weights.shared_memory import DTYPES, Layout, file_in, fingerprint, mapped, take_over
 
 KEPT_VERSIONS = 3
 """The newest version, the version that waits for the servers, and the version that the servers are mapping."""
 PIECE_BYTES = 16 * 2**20
-"""Bytes that are converted and written at a time."""
+"""Bytes that are converted at a time."""
+WRITE_BYTES = 2**18
+"""Bytes that are written, and then read from the processor's cache for the fingerprint, at a time."""
 SILENCE_S = 600.0
 """How long a waiter waits while nothing more is written."""
 LOOK_S, LONGEST_LOOK_S = 0.001, 0.05
@@ -44,8 +47,6 @@ UNFINISHED, OUTCOME, WRITTEN = "model.unfinished", "outcome.json", "written-"
 """Names of the files in a folder before it is complete."""
 BASE = "base"
 """Name of the folder with the weights to which adapters are added."""
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""Names of dtypes in the header of a safetensors file."""
 
 
 class NotPublished(RuntimeError):
@@ -66,9 +67,11 @@ class Publication:
         """`folder`: of this version alone. `form`: of all tensors. `adapters`: they are adapters."""
         self.folder, self._form = folder, form
         self._path = file_in(folder, adapters=adapters)
-        self._header, self._starts = _header(form)
+        self._header, self._starts, self._num_bytes = _header(form)
         self._fd: int | None = None
         self._staging: Tensor | None = None
+        self._checksums: dict[str, int] = {}
+        """Of the tensors that this rank wrote whole."""
 
     def __enter__(self) -> Publication:
         return self
@@ -81,13 +84,16 @@ class Publication:
         if isinstance(error, Exception):
             self._end(Outcome(error=f"{type(error).__name__}: {error}"))
 
-    def create(self) -> None:
-        """Make the file, without tensors."""
+    def create(self, spare: Path | None = None) -> None:
+        """Make the file, without tensors, from the file `spare` if it is mapped nowhere, or else new."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for left in self.folder.iterdir():
             if left != self._path:  # servers may still have to map it
                 left.unlink()
-        fd = os.open(self.folder / UNFINISHED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        unfinished, is_new = self.folder / UNFINISHED, os.O_CREAT | os.O_EXCL
+        if spare is not None and take_over(spare, unfinished, num_bytes=self._num_bytes):
+            is_new = 0
+        fd = os.open(unfinished, is_new | os.O_WRONLY, 0o600)
         try:
             _write_all(fd, self._header, 0)
         finally:
@@ -99,11 +105,17 @@ class Publication:
         start = self._starts[name] + first_row * prod(shape[1:]) * dtype.itemsize
         if self._fd is None:
             self._fd = os.open(self.folder / UNFINISHED, os.O_WRONLY)
+        checksum = xxh3_64()
         for piece in torch.split(rows.detach().reshape(-1), PIECE_BYTES // dtype.itemsize):
             data = self._in_main_memory(piece.to(dtype)).view(torch.uint8).numpy().data
-            _write_all(self._fd, data, start)
+            for first in range(0, data.nbytes, WRITE_BYTES):
+                part = data[first : first + WRITE_BYTES]
+                _write_all(self._fd, part, start + first)
+                checksum.update(part)
             start += data.nbytes
             tick()
+        if rows.numel() == prod(shape):
+            self._checksums[name] = checksum.intdigest()
 
     def written(self, shard: int) -> None:
         """Note that all rows of a shard are written."""
@@ -133,7 +145,7 @@ class Publication:
 
     def _completed(self, policy_version: int, adapters: AdaptersForm | None) -> WeightsHandle:
         unfinished, path = self.folder / UNFINISHED, self._path
-        checksum = fingerprint(mapped(unfinished, self._form), adapters)
+        checksum = fingerprint(mapped(unfinished, self._form), adapters, known=self._checksums)
         unfinished.rename(path)
         handle = WeightsHandle(
             policy_version=policy_version,
@@ -169,7 +181,7 @@ class Publication:
 
 
 class WeightsPublisher:
-    """A publisher of successive versions. It keeps the newest three versions."""
+    """A publisher of successive versions. It keeps the newest `KEPT_VERSIONS`, and writes over the files of others."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -198,10 +210,12 @@ class WeightsPublisher:
     def open(self, form: Layout, policy_version: int, *, adapters: bool = False) -> Publication:
         """Make the file of one version, and remove the oldest ones. `adapters`: it has adapters alone."""
         opened = Publication(self.directory / str(policy_version), form, adapters=adapters)
-        opened.create()
-        self._folders = [folder for folder in self._folders if folder != opened.folder] + [opened.folder]
-        while len(self._folders) > KEPT_VERSIONS:
-            shutil.rmtree(self._folders.pop(0), ignore_errors=True)
+        before = [folder for folder in self._folders if folder != opened.folder]
+        retired, kept = before[: 1 - KEPT_VERSIONS], before[1 - KEPT_VERSIONS :]
+        opened.create(spare=file_in(retired[-1], adapters=adapters) if retired else None)
+        for folder in retired:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._folders = [*kept, opened.folder]
         return opened
 
 
@@ -242,7 +256,7 @@ class Watch:
         now, arrived = time.monotonic(), 0
         for file in self._files:
             with suppress(FileNotFoundError):  # it has just been completed, or there is no base to write
-                arrived += file.stat().st_blocks
+                arrived += file.stat().st_mtime_ns
         if arrived != self._arrived:
             self._arrived, self._last = arrived, now
             tick()
@@ -252,8 +266,8 @@ class Watch:
         return min(max((now - self._began) / 10, LOOK_S), LONGEST_LOOK_S)
 
 
-def _header(form: Layout) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a safetensors file, and where each tensor begins in the file."""
+def _header(form: Layout) -> tuple[bytes, dict[str, int], int]:
+    """Return the header of a safetensors file, where each tensor begins in the file, and the size of the file."""
     entries: dict[str, dict[str, object]] = {}
     ends: dict[str, int] = {}
     end = 0
@@ -265,7 +279,7 @@ def _header(form: Layout) -> tuple[bytes, dict[str, int]]:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + start for name, start in ends.items()}
+    return header, {name: len(header) + start for name, start in ends.items()}, len(header) + end
 
 
 def _write_all(fd: int, data: bytes | memoryview, start: int) -> None:

@@ -11,14 +11,13 @@ the trainer's process computes on a CUDA device, the ranks use NCCL, and a bucke
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +25,8 @@ from torch._C._distributed_c10d import Store
 
 from penstock.ports.training import SendingGroup, TensorBucket, WeightsNotSent
 from penstock.ticks import tick
-from penstock.weights.collective import Group, GroupFailed, Rendezvous, Spec, listening_store
-from penstock.weights.publication import DTYPES
+from penstock.weights.collective import Group, GroupFailed, Rendezvous, listening_store
+from penstock.weights.shared_memory import Placed, WeightsMismatch, map_file, tensors_in
 
 BUCKET_BYTES = 256 * 2**20
 """Most bytes of one broadcast, except for a larger tensor."""
@@ -37,27 +36,6 @@ BUCKET_S = 60.0
 """Time limit of one bucket."""
 IDLE_S = 900.0
 """Time limit between two calls for a group."""
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-
-
-class Placed(NamedTuple):
-    """One tensor of a file, and where its bytes are."""
-
-    spec: Spec
-    start: int
-    end: int
-
-
-def tensors_in(path: Path) -> list[Placed]:
-    """Return the tensors of a published file, in the order of their bytes."""
-    with path.open("rb") as file:
-        num_bytes = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(num_bytes))
-    found = []
-    for name, entry in header.items():
-        start, end = (8 + num_bytes + offset for offset in entry["data_offsets"])
-        found.append(Placed(Spec(name, TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"])), start, end))
-    return sorted(found, key=lambda each: (each.start, each.end))
 
 
 def in_buckets(tensors: Sequence[Placed], most_bytes: int) -> list[list[Placed]]:
@@ -66,7 +44,7 @@ def in_buckets(tensors: Sequence[Placed], most_bytes: int) -> list[list[Placed]]
     buckets: list[list[Placed]] = []
     for tensor in tensors:
         bucket = buckets[-1] if buckets else []
-        fits = bucket and bucket[0].spec.dtype == tensor.spec.dtype and tensor.end - bucket[0].start <= most_bytes
+        fits = bucket and bucket[0].dtype == tensor.dtype and tensor.end - bucket[0].start <= most_bytes
         if fits:
             bucket.append(tensor)
         else:
@@ -91,8 +69,8 @@ class Sender:
         try:
             store, port = listening_store(self._host, timeout_s=JOIN_S)
             buckets = in_buckets(tensors_in(path), BUCKET_BYTES)
-            data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-        except (OSError, RuntimeError) as error:
+            data = map_file(path)
+        except (OSError, RuntimeError, WeightsMismatch) as error:
             raise WeightsNotSent(f"{path} cannot be sent: {error}") from error
         opened = SendingGroup(
             name=f"penstock-{secrets.token_hex(8)}",
@@ -100,7 +78,7 @@ class Sender:
             port=port,
             world_size=world_size,
             backend="nccl" if self._device.type == "cuda" else "gloo",
-            buckets=[_announced([each.spec for each in bucket]) for bucket in buckets],
+            buckets=[_announced(bucket) for bucket in buckets],
         )
         parts = [data[bucket[0].start : bucket[-1].end] for bucket in buckets]
         with self._lock:
@@ -192,9 +170,9 @@ class _ServerGroup:
                 tick()
 
 
-def _announced(specs: Sequence[Spec]) -> TensorBucket:
+def _announced(tensors: Sequence[Placed]) -> TensorBucket:
     return TensorBucket(
-        names=[spec.name for spec in specs],
-        dtypes=[str(spec.dtype).removeprefix("torch.") for spec in specs],
-        shapes=[list(spec.shape) for spec in specs],
+        names=[tensor.name for tensor in tensors],
+        dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+        shapes=[list(tensor.shape) for tensor in tensors],
     )

@@ -2,15 +2,24 @@
 in between.
 
 The fingerprint covers names, shapes, dtypes and bytes. A receiver computes it over the mapped tensors.
+
+The trainer writes a version over the file of a version that it does not keep, because new memory takes the system
+several times as long as the writing. A mapping holds a shared lock on its file, so a file that is mapped is not written
+over.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import json
+import mmap
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,12 +32,86 @@ from penstock.types import AdaptersForm, WeightsHandle
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype by parameter name."""
 
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""Names of dtypes in the header of a safetensors file."""
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 HASHING_THREADS = min(os.cpu_count() or 1, 8)
 """Threads that compute a fingerprint, each of one tensor at a time."""
 
 
 class WeightsMismatch(ValueError):
     """Weights differ from the handle or the model. The message names the first difference."""
+
+
+class Placed(NamedTuple):
+    """One tensor of a file, and where its bytes are."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def tensors_in(path: Path) -> list[Placed]:
+    """Return the tensors of a published file, in the order of their bytes."""
+    with path.open("rb") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(num_bytes))
+    found = []
+    for name, entry in header.items():
+        start, end = (8 + num_bytes + offset for offset in entry["data_offsets"])
+        found.append(Placed(name, TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"]), start, end))
+    return sorted(found, key=lambda each: (each.start, each.end))
+
+
+def map_file(path: Path) -> Tensor:
+    """Map a file, [bytes], uint8. Changes of the tensor stay in this process.
+
+    The file is not written over as long as the tensor or a part of it lives. Raises `WeightsMismatch` if it is being
+    written over already, and OSError if it cannot be mapped.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # where files cannot be locked, none is written over
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not _names(path, fd):
+            raise WeightsMismatch(f"weights file {path} does not exist")
+        memory = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)  # it duplicates `fd`, and so holds the lock
+    finally:
+        os.close(fd)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def take_over(path: Path, target: Path, *, num_bytes: int) -> bool:
+    """Give a file of `num_bytes` that is mapped nowhere the name `target`, to be written over. Return whether that was
+    possible.
+
+    A receiver that opens it meanwhile looks at the name after it has locked it (`map_file`).
+    """
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        stat = os.fstat(fd)
+        if stat.st_size != num_bytes or stat.st_nlink != 1:
+            return False
+        path.rename(target)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _names(path: Path, fd: int) -> bool:
+    """Return whether a path names an open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def file_in(folder: Path, *, adapters: bool = False) -> Path:
@@ -71,15 +154,20 @@ def layout(named: Mapping[str, Tensor]) -> Layout:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in named.items()}
 
 
-def fingerprint(named: Mapping[str, Tensor], adapters: AdaptersForm | None = None) -> str:
+def fingerprint(
+    named: Mapping[str, Tensor], adapters: AdaptersForm | None = None, *, known: Mapping[str, int] | None = None
+) -> str:
     """Return a checksum over names, shapes, dtypes and bytes, independent of order and file format. `adapters`: what
-    the tensors are added to and how, if they are adapters."""
-    names, digest = sorted(named), hashlib.blake2b(digest_size=16)
+    the tensors are added to and how, if they are adapters. `known`: checksums (xxh3, 64 bits) of some of the tensors'
+    bytes."""
+    names, digest, checksums = sorted(named), hashlib.blake2b(digest_size=16), dict(known or {})
     if adapters is not None:
         digest.update(f"{_base_of(adapters)} {adapters.rank} {adapters.alpha}\n".encode())
+    unknown = [name for name in names if name not in checksums]
     with ThreadPoolExecutor(HASHING_THREADS, "fingerprint") as threads:
-        for name, checksum in zip(names, threads.map(_checksum, [named[name] for name in names]), strict=True):
-            digest.update(f"{name} {tuple(named[name].shape)} {named[name].dtype} {checksum}\n".encode())
+        checksums |= zip(unknown, threads.map(_checksum, [named[name] for name in unknown]), strict=True)
+    for name in names:
+        digest.update(f"{name} {tuple(named[name].shape)} {named[name].dtype} {checksums[name]}\n".encode())
     return digest.hexdigest()
 
 
@@ -90,6 +178,12 @@ def _base_of(adapters: AdaptersForm) -> str:
 def _checksum(tensor: Tensor) -> int:
     tick()
     return xxh3_64_intdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _in_file(path: Path) -> dict[str, Tensor]:
+    """Map the tensors of a published file by name."""
+    data = map_file(path)
+    return {name: data[start:end].view(dtype).reshape(shape) for name, dtype, shape, start, end in tensors_in(path)}
 
 
 def _files(path: Path) -> list[Path]:
@@ -109,8 +203,11 @@ def mapped(path: Path, expected: Layout) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for file in _files(path):
         try:
-            with safe_open(file, framework="pt") as tensors:
-                named |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - not a mapping
+            with safe_open(file, framework="pt") as tensors:  # it checks the header
+                if path.is_dir():
+                    named |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - not a mapping
+                else:
+                    named = _in_file(file)
         except SafetensorError as error:
             raise WeightsMismatch(f"{file} is not a safetensors file: {error}") from None
     if path.is_dir():  # it may hold a tied weight under several names, of which `expected` has one
