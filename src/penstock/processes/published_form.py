@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.model.load_policy import with_original_names, with_tied_names
 from penstock.trainer.lora import Part, weights_of
+from penstock.trainer.shards import WeightRows
 from penstock.weights import shared_memory
 from penstock.weights.shared_memory import Layout
 
@@ -76,6 +77,13 @@ class PublishedForm:
             names={name: [name] for name in layout},
             one_by_one=True,
         )
+
+    def renamed(self, weights: Iterable[WeightRows]) -> Iterator[tuple[str, WeightRows]]:
+        """Yield rows that are not converted, under each name that they are published with."""
+        assert self.names is not None
+        for weight in weights:
+            for name in self.names.get(weight.name, ()):
+                yield name, weight
 
     def converted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights in this form. Only one at a time is held, if each can be converted by itself."""

@@ -46,6 +46,7 @@ from penstock.trainer.strategy import is_sharded
 from penstock.trainer.warm_start import Imitation
 from penstock.types import AdaptersForm
 from penstock.weights.publication import NotPublished, Publication, WeightsPublisher
+from penstock.weights.row_transfer import RowsCopy, receive_rows, send_failure
 
 LOOPBACK = "127.0.0.1"
 Held = TypeVar("Held", Critic, Reference)
@@ -86,6 +87,10 @@ def _all_of(parts: Iterable[tuple[PublishedForm, Publication]]) -> Iterator[None
         for _, publication in parts:
             stack.enter_context(publication)
         yield
+
+
+def _rows_of(policy_version: int) -> str:
+    return f"the rows of policy_version {policy_version}"
 
 
 class TrainerRank:
@@ -237,8 +242,8 @@ class Actor(TrainerRank):
     def publish(self, opened: OpenedFolders) -> None:
         """Write the present weights to the files that `open_weights` made.
 
-        If every rank can write its own rows, this only begins it, and other calls may follow at once. Else rank 0
-        writes the weights one by one, gathered from all ranks.
+        If every rank can convert its own rows, this only begins it, and other calls may follow at once. Ranks on other
+        machines than rank 0 send it their rows. Else rank 0 writes the weights one by one, gathered from all ranks.
         """
         held, forms = self._held, self._forms
         parts: list[tuple[PublishedForm, Publication]] = []
@@ -247,8 +252,11 @@ class Actor(TrainerRank):
         if forms.adapters is not None:
             parts.append((forms.adapters, Publication(opened.folder, forms.adapters.layout, adapters=True)))
         is_merged = self._config.trainer.lora is not None and forms.adapters is None
-        if self._share_node and not is_merged and all(form.names is not None for form, _ in parts):
-            held.read_rows(partial(self._write_rows, parts, held.policy_version))
+        if not is_merged and all(form.names is not None for form, _ in parts):
+            if self._far_shards:
+                self._ranks.open_transfers()
+            is_far = held.shard.number in self._far_shards
+            held.read_rows(partial(self._copy_rows if is_far else self._write_rows, parts, held.policy_version))
             return
         if not self._ranks.is_first:  # it only takes part
             for form, _ in parts:
@@ -268,20 +276,52 @@ class Actor(TrainerRank):
             return None
         with _all_of(parts):
             for form, publication in parts:
-                assert form.names is not None
-                for weight in weights:
-                    for name in form.names.get(weight.name, ()):
-                        publication.write(name, weight.rows, weight.first_row)
+                for name, weight in form.renamed(weights):
+                    publication.write(name, weight.rows, weight.first_row)
                 publication.written(shard.number)
         if shard.number > 0:
             return None
+        what = _rows_of(policy_version)
+        far = {number: partial(self._ranks.receive, source=number, what=what) for number in self._far_shards}
 
         def finish() -> None:
             with _all_of(parts):
                 for form, publication in parts:
+                    receive_rows(publication, far)
                     publication.finish(policy_version, shard.num_shards, adapters=self._adapters(form))
 
         return finish
+
+    def _copy_rows(
+        self, parts: Sequence[tuple[PublishedForm, Publication]], policy_version: int, weights: list[WeightRows]
+    ) -> Rest | None:
+        """Copy this rank's rows in the memory of its machine. Return what sends the copy to rank 0."""
+        if not self._held.shard.is_saved:
+            return None
+        send = partial(self._ranks.send, to=0, what=_rows_of(policy_version))
+        copies: list[RowsCopy] = []
+        try:
+            for form, publication in parts:
+                copies.append(RowsCopy(Path(os.environ[RUNTIME_DIR])))
+                for name, weight in form.renamed(weights):
+                    for start, data in publication.pieces(name, weight.rows, weight.first_row):
+                        copies[-1].add(start, data)
+        except (OSError, RuntimeError) as error:
+            return partial(send_failure, send, error)
+
+        def send_all() -> None:
+            for copy in copies:
+                copy.send(send)
+
+        return send_all
+
+    @cached_property
+    def _far_shards(self) -> list[int]:
+        """Numbers of the shards whose ranks are on other machines than rank 0. The first ranks have one copy of the
+        model, and rank `i` has its shard `i`."""
+        first = self._place * self._ranks.size
+        near = next(node.numbers for node in trainer_nodes(self._config) if first in node.numbers)
+        return [number for number in range(self._held.shard.num_shards) if first + number not in near]
 
     def _adapters(self, form: PublishedForm) -> AdaptersForm | None:
         """Return what a handle says about weights of this form, on rank 0, when their base is complete."""

@@ -6,6 +6,9 @@ then reports it, so that no other process can take the port in between. Torch's 
 Every collective call of this module has a deadline. A failed call leaves the ranks out of step, and they cannot be used
 further. The error names the operation and the ranks that did not reach it. FSDP's own collectives have the same
 deadline and raise torch's own errors. With a single rank no call waits.
+
+Two ranks may also exchange tensors beside all collective calls, from threads of their own: such transfers have a group
+of their own, on the CPU.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from penstock.runtime.interfaces import use_interface_of
 
 TIMEOUT_S = 300.0
 """Time limit of the rendezvous and of each collective call: the largest allowed delay between ranks."""
+TRANSFER_TIMEOUT_S = 600.0
+"""Time limit of one transfer: the other rank may first have to copy a shard, and to serve other ranks."""
 COUNTS_TIMEOUT_S = 2.0
 """Time limit for reading the ranks' call counts after a failed call."""
 COUNT_BYTES = 8
@@ -112,6 +117,7 @@ class Ranks:
         self._counts: CallCounts | None = None
         self._num_calls = 0
         self._groups: dict[tuple[int, int], distributed.ProcessGroup] = {}
+        self._transfers: distributed.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
@@ -205,6 +211,32 @@ class Ranks:
                     if self.index in members:
                         self._groups[size, stride] = made
         return self._groups[size, stride]
+
+    def open_transfers(self) -> None:
+        """Allow `send` and `receive`. All ranks must call this."""
+        if self._transfers is None:
+            self._transfers = distributed.new_group(backend="gloo", timeout=timedelta(seconds=TRANSFER_TIMEOUT_S))
+
+    def send(self, tensor: Tensor, *, to: int, what: str) -> None:
+        """Send a CPU tensor to another rank, which must `receive` one of its size. Raises `RankLost`. This and
+        `receive` may be called from one other thread, beside all other calls."""
+        self._transfer(lambda group: distributed.send(tensor, to, group=group), f"to send {what} to rank {to}")
+
+    def receive(self, tensor: Tensor, *, source: int, what: str) -> None:
+        """Fill a CPU tensor with what another rank sends. Raises `RankLost`."""
+        self._transfer(lambda group: distributed.recv(tensor, source, group=group), f"for {what} of rank {source}")
+
+    def _transfer(self, call: Callable[[distributed.ProcessGroup], object], purpose: str) -> None:
+        start = time.monotonic()
+        try:
+            assert self._transfers is not None, "transfers are not open"
+            call(self._transfers)
+        except RuntimeError as error:
+            waited = time.monotonic() - start
+            raise RankLost(
+                f"rank {self.index} of {self.size} waited {waited:.3g} s {purpose}, which has ended, is out of reach, "
+                f"or was silent for {TRANSFER_TIMEOUT_S:g} s: {_first_sentence(error)}"
+            ) from error
 
     def leave(self) -> None:
         """Leave the process group: ranks that wait for this rank get an error.

@@ -4,8 +4,9 @@
     write     each rank writes its own rows, in any order, while training goes on
     finish    rank 0 waits for the other ranks, computes the fingerprint, gives the file its name, and leaves the handle
 
-The file gets its final name only when it is complete. Only its owner can read it (0600). Ranks and trainer share the
-folder, so no message has to pass between them while passes run.
+The file gets its final name only when it is complete. Only its owner can read it (0600). The trainer and the ranks of
+its machine share the folder, so no message has to pass between them while passes run. Ranks on other machines send
+their rows to rank 0, which writes them (`row_transfer.py`).
 
 A version may be a file of adapters alone. The weights to which they are added, the base, then have a folder of their
 own, which stays while the publisher lives.
@@ -17,7 +18,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -95,27 +96,37 @@ class Publication:
             is_new = 0
         fd = os.open(unfinished, is_new | os.O_WRONLY, 0o600)
         try:
-            _write_all(fd, self._header, 0)
+            write_all(fd, self._header, 0)
         finally:
             os.close(fd)
 
     def write(self, name: str, rows: Tensor, first_row: int = 0) -> None:
         """Write rows of a tensor, [rows, ...] or all of it, on any device, converted to the dtype of the file."""
-        shape, dtype = self._form[name]
-        start = self._starts[name] + first_row * prod(shape[1:]) * dtype.itemsize
-        if self._fd is None:
-            self._fd = os.open(self.folder / UNFINISHED, os.O_WRONLY)
         checksum = xxh3_64()
-        for piece in torch.split(rows.detach().reshape(-1), PIECE_BYTES // dtype.itemsize):
-            data = self._in_main_memory(piece.to(dtype)).view(torch.uint8).numpy().data
+        for start, data in self.pieces(name, rows, first_row):
             for first in range(0, data.nbytes, WRITE_BYTES):
                 part = data[first : first + WRITE_BYTES]
-                _write_all(self._fd, part, start + first)
+                self.put(start + first, part)
                 checksum.update(part)
-            start += data.nbytes
-            tick()
-        if rows.numel() == prod(shape):
+        if rows.numel() == prod(self._form[name][0]):
             self._checksums[name] = checksum.intdigest()
+
+    def pieces(self, name: str, rows: Tensor, first_row: int = 0) -> Iterator[tuple[int, memoryview]]:
+        """Yield pieces of rows in the dtype of the file: where each begins in the file, and its bytes, which are valid
+        until the next piece."""
+        shape, dtype = self._form[name]
+        start = self._starts[name] + first_row * prod(shape[1:]) * dtype.itemsize
+        for piece in torch.split(rows.detach().reshape(-1), PIECE_BYTES // dtype.itemsize):
+            data = self._in_main_memory(piece.to(dtype)).view(torch.uint8).numpy().data
+            yield start, data
+            start += data.nbytes
+
+    def put(self, start: int, data: memoryview) -> None:
+        """Write bytes to a place of the file. Raises OSError on a full disk."""
+        if self._fd is None:
+            self._fd = os.open(self.folder / UNFINISHED, os.O_WRONLY)
+        write_all(self._fd, data, start)
+        tick()
 
     def written(self, shard: int) -> None:
         """Note that all rows of a shard are written."""
@@ -282,7 +293,7 @@ def _header(form: Layout) -> tuple[bytes, dict[str, int], int]:
     return header, {name: len(header) + start for name, start in ends.items()}, len(header) + end
 
 
-def _write_all(fd: int, data: bytes | memoryview, start: int) -> None:
+def write_all(fd: int, data: bytes | memoryview, start: int) -> None:
     """Write all of `data` at a place of the file. Raises OSError on a full disk."""
     view = memoryview(data).cast("B")
     while view:
