@@ -146,7 +146,7 @@ class SpreadRun(Run):
         rollout: Mapping[str, str] | None = None,
         **supervisor: Any,
     ) -> None:
-        """Each of the trainer's `ranks` is on a node of its own. `rollout`: more settings of the servers."""
+        """Each of the trainer's `ranks` is on a node of its own; several have shards. `rollout`: more settings of the servers."""
         super().__init__(
             base,
             settings=SupervisorConfig(heartbeat_s=0.2, ready_timeout_s=120.0, backoff_s=0.01, **supervisor),
@@ -166,7 +166,13 @@ class SpreadRun(Run):
             },
             rollout={"servers": 2, **(rollout or {})},
             scheduler={"max_staleness": 2},
-            trainer={"steps": steps, "groups_per_step": 8, "checkpoint_every": 4, "ranks": ranks},
+            trainer={
+                "steps": steps,
+                "groups_per_step": 8,
+                "checkpoint_every": 4,
+                "ranks": ranks,
+                "distributed": {"strategy": "fsdp" if ranks > 1 else "ddp"},
+            },
             cluster={"address": "auto", "pools": {"learn": {"roles": ["actor"], "nodes": ranks}}},
         )
         self.machines = machines
