@@ -10,8 +10,8 @@ last step under the old weights (1 GB of float32) to the beginning of the first 
 copy of 1 GB of tensors takes with the same threads, in turns.
 
 `publish_gb_per_s_vs_copy`: a copy of the same tensors to new memory, over all phases of an update together: to write
-and verify the file (`publish_s`), to map and verify it (`begin_s`), to load it (`commit_s`). `learner_stall_share` and
-`peak_extra_bytes_ratio_*`: see `publishing_ranks.py`.
+and verify the file (`publish_s`), to map and verify it (`begin_s`), to load it (`commit_s`). `learner_stall_share*` and
+`peak_extra_bytes_ratio_*`, with ranks on one machine and on several: see `publishing_ranks.py`.
 
 `collective_gb_per_s`, `file_gb_per_s`: 1 GB to two processes that take themselves to be on other machines, until both
 have verified it, by a broadcast and by HTTP.
@@ -78,6 +78,8 @@ BENCHMARK = Benchmark(
         *("one_gb_bytes", "one_gb_pause_s", "one_gb_copy_s", "one_gb_pause_vs_copy"),
         *("publish_gb_per_s_vs_copy", "publish_s", "begin_s", "commit_s", "learner_stall_share"),
         *(f"peak_extra_bytes_ratio_{count}_ranks" for count in RANKS),
+        f"learner_stall_share_{RANKS[0]}_machines",
+        *(f"peak_extra_bytes_ratio_{count}_machines" for count in RANKS),
         *("collective_gb_per_s", "file_gb_per_s", "collective_vs_file"),
         *(
             f"{transport}_updates_in_a_row{figure}"
@@ -457,8 +459,11 @@ def main() -> None:
         figures |= asyncio.run(one_gb(Path(directory), 2 if options.quick else 7))
     size = TinyModelConfig() if options.quick else ONE_GB
     figures["learner_stall_share"] = stall_share(size, 1 if options.quick else 3)
+    rounds = 1 if options.quick else 3
+    figures[f"learner_stall_share_{RANKS[0]}_machines"] = stall_share(size, rounds, num_ranks=RANKS[0])
     for count in RANKS:
         figures[f"peak_extra_bytes_ratio_{count}_ranks"] = peak_extra_bytes_ratio(size, count)
+        figures[f"peak_extra_bytes_ratio_{count}_machines"] = peak_extra_bytes_ratio(size, count, on_machines=True)
     figures |= asyncio.run(between_machines(size, 2 if options.quick else 5))
     with TemporaryDirectory() as directory:
         tensors = write_model(Path(directory), tied=False)
