@@ -146,7 +146,8 @@ class SpreadRun(Run):
         rollout: Mapping[str, str] | None = None,
         **supervisor: Any,
     ) -> None:
-        """Each of the trainer's `ranks` is on a node of its own; several have shards. `rollout`: more settings of the servers."""
+        """Each of the trainer's `ranks` is on a node of its own; several have shards. `rollout`: more settings of the
+        servers."""
         super().__init__(
             base,
             settings=SupervisorConfig(heartbeat_s=0.2, ready_timeout_s=120.0, backoff_s=0.01, **supervisor),
