@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import yaml
 from made_runs import penstock
 
 from penstock.cli import preflight
+from penstock.cli.refusal import Refused
 from penstock.cli.train import why_not_started
 from penstock.config import Config, ConfigError, TrainerConfig
 from penstock.supervisor.log_files import end_of
@@ -286,6 +289,28 @@ def test_only_training_needs_room_for_checkpoints(
     expected = 3 * 12 * 2**39 if pipeline == "train" else 0  # two checkpoints and the next one
     assert needed["runs_dir"] - preflight.LEAST_DISK_BYTES == expected
     assert needed["model"] // 2**40 == num_versions, "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("mode", "left", "is_refused"), [("colocated", 5, True), ("colocated", 6, False), ("one_step_off", 0, False)]
+)
+def test_engines_that_keep_their_weights_in_main_memory_need_room_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, left: int, is_refused: bool
+) -> None:
+    monkeypatch.setattr(preflight, "num_parameters", lambda directory: 2**30)
+    monkeypatch.setattr(preflight, "check_free", lambda *_: None)
+    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: SimpleNamespace(available=left * 2**30))
+    config = Config.model_validate(
+        {
+            "model": {"path": str(tmp_path)},
+            "rollout": {"engine": "vllm", "servers": 3},
+            "trainer": {"lora": {"rank": 2}},
+            "scheduler": {"mode": mode, "max_staleness": int(mode != "colocated")},
+        }
+    )
+    told = "each of 3 engines keeps its weights in main memory, 2048 MiB, .* 5120 MiB left"
+    with pytest.raises(Refused, match=told) if is_refused else nullcontext():
+        preflight.check_room(config)
 
 
 @pytest.mark.parametrize(

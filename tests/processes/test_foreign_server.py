@@ -209,11 +209,15 @@ def test_an_engine_that_the_run_starts_serves_adapters_of_its_own_weights(
     assert re.search(expected, " ".join(words)) and "dummy" not in words and "--hf-overrides" not in words
     assert foreign_server.environment(config, 0)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert config.sends_adapters
+    in_turns = Config.model_validate(config.model_dump() | {"scheduler": {"mode": "colocated", "max_staleness": 0}})
+    assert in_turns.sends_adapters
+    given = set(foreign_server.command(child, in_turns, 8001, "key")) - set(words)
+    assert given <= {"--enable-sleep-mode", "--enable-memory-saver", "--enable-weights-cpu-backup"}
+    assert ("--enable-weights-cpu-backup" in given) is (engine == "sglang")
     others: list[dict[str, Any]] = [
         {"rollout": {"engine": engine, "urls": ["http://127.0.0.1:1"]}},
         {"model": {"path": "tiny"}},
         {"model": {"path": str(tmp_path), "warm_start": {"steps": 3}}},
-        {"scheduler": {"mode": "colocated", "max_staleness": 0}},
         {"trainer": {}},
     ]
     for other in others:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ DUMMY, GARBAGE = "dummy", "garbage"
 class Running:
     """A request that the engine has accepted."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, max_tokens: int, adapter: str | None) -> None:
+        self.max_tokens, self.adapter = max_tokens, adapter
         self.sampled_by: list[tuple[str, str]] = []
         """(label, contents) of the weights that sampled each token."""
         self.ended = asyncio.get_running_loop().create_future()
@@ -36,6 +36,10 @@ class SleepingEngine(ABC):
     def __init__(self, *, enabled: bool = True) -> None:
         self.enabled = enabled
         self.weights, self.label = DUMMY, "default"
+        self.kept: str | None = None
+        """The copy of released weights in main memory."""
+        self.adapters: dict[str, str] = {}
+        """Contents by name."""
         self.released: set[str] = set()
         self.paused = False
         self.running: list[Running] = []
@@ -58,6 +62,7 @@ class SleepingEngine(ABC):
         """Another process listens at the same port, with dummy weights."""
         self.end_all()
         self.weights, self.label, self.released, self.paused, self.death = DUMMY, "default", set(), False, ""
+        self.kept, self.adapters = None, {}
 
     def step(self) -> None:
         """Sample a token for every request, as the real engine does by itself."""
@@ -66,7 +71,10 @@ class SleepingEngine(ABC):
         if self.released:
             return self.die("a request was computed in released memory")
         for request in list(self.running):
-            request.sampled_by.append((self.label, self.weights))
+            sampler = (self.label, self.weights)
+            if request.adapter is not None:
+                sampler = (request.adapter, f"{self.adapters[request.adapter]} on {self.weights}")
+            request.sampled_by.append(sampler)
             if len(request.sampled_by) == request.max_tokens:
                 self.end(request, "length")
 
@@ -94,13 +102,41 @@ class SleepingEngine(ABC):
             return False
         return True
 
+    def release(self, parts: Iterable[str], *, keeps_weights: bool) -> None:
+        self.released |= set(parts)
+        if "weights" in parts:
+            self.kept = self.weights if keeps_weights else None
+
     def map(self, part: str) -> None:
         self.released.discard(part)
         if part == "weights":
-            self.weights = GARBAGE
+            self.weights = GARBAGE if self.kept is None else self.kept
 
-    async def generate(self, max_tokens: int) -> tuple[list[tuple[str, str]], str]:
-        request = Running(max_tokens)
+    def load_adapter(self, body: dict[str, Any]) -> Any:
+        """Read an adapter, into the memory that the engine has beside its weights."""
+        name, path = body["lora_name"], Path(body["lora_path"]) / "adapter_model.safetensors"
+        assert body.keys() == {"lora_name", "lora_path"} and name not in self.adapters
+        if "weights" in self.released:
+            self.die("adapters were written to released memory")
+        elif not path.exists():
+            raise web.HTTPBadRequest
+        else:
+            self.adapters[name] = path.read_text()
+        return {}
+
+    def unload_adapter(self, body: dict[str, Any]) -> Any:
+        if any(request.adapter == body["lora_name"] for request in self.running):
+            self.die("an adapter was unloaded while a request used it")
+        del self.adapters[body["lora_name"]]
+        return {}
+
+    def models(self) -> Any:
+        return {"data": [{"id": each} for each in ("given", *self.adapters)]}
+
+    async def generate(self, max_tokens: int, adapter: str | None = None) -> tuple[list[tuple[str, str]], str]:
+        if adapter is not None and adapter not in self.adapters:
+            raise web.HTTPNotFound
+        request = Running(max_tokens, adapter)
         self.running.append(request)
         reason: str = await request.ended
         return request.sampled_by, reason
@@ -139,12 +175,14 @@ class SleepingVllm(SleepingEngine):
                 return {}
             case "/weight_info":
                 return {"weight_version": self.label}
+            case "/v1/models":
+                return self.models()
             case "/server_info":
                 settings = {"enable_sleep_mode": self.enabled}
                 return {"vllm_config": {"model_config": settings, "device_config": {"device_type": self.device}}}
             case "/inference/v1/generate":
                 return await self._generate(body)
-        self.note(request, body, "method", "new_version")
+        self.note(request, body, "method", "new_version", "lora_name")
         match request.path:
             case "/update_weight_version":
                 self.label = body["new_version"]
@@ -155,8 +193,8 @@ class SleepingVllm(SleepingEngine):
             case "/sleep":
                 self._pause(query.get("mode", "abort"))
                 if "weights" not in self.released:  # without the option, nothing is freed, and it says nothing
-                    assert query["level"] == "2"
-                    self.released |= set(self.memory)
+                    assert query["level"] in ("1", "2")
+                    self.release(self.memory, keeps_weights=query["level"] == "1")
             case "/wake_up":
                 tags = query.getall("tags")
                 if all(tag in self.released for tag in tags):
@@ -168,6 +206,10 @@ class SleepingVllm(SleepingEngine):
             case "/collective_rpc":
                 if body["method"] == "reload_weights" and not self.load(body["kwargs"]["weights_path"]):
                     raise web.HTTPInternalServerError
+            case "/v1/load_lora_adapter":
+                return self.load_adapter(body)
+            case "/v1/unload_lora_adapter":
+                return self.unload_adapter(body)
             case _:
                 return None
         return {}
@@ -180,7 +222,7 @@ class SleepingVllm(SleepingEngine):
     async def _generate(self, body: dict[str, Any]) -> Any:
         if not body:
             raise web.HTTPBadRequest
-        tokens, reason = await self.generate(body["sampling_params"]["max_tokens"])
+        tokens, reason = await self.generate(body["sampling_params"]["max_tokens"], body.get("model"))
         versions = [
             {"version": label, "start": position, "end": position + 1} for position, (label, _) in enumerate(tokens)
         ]
@@ -196,6 +238,8 @@ class SleepingSGLang(SleepingEngine):
 
     def __init__(self, *, enabled: bool = True) -> None:
         super().__init__(enabled=enabled)
+        self.backs_up = False
+        """Whether it was started with --enable-weights-cpu-backup."""
         self._continued = asyncio.Event()
         self._continued.set()
 
@@ -207,11 +251,13 @@ class SleepingSGLang(SleepingEngine):
         match request.path:
             case "/model_info":
                 return {"weight_version": self.label}
+            case "/v1/models":
+                return self.models()
             case "/server_info":
                 return {"enable_memory_saver": self.enabled}
             case "/generate":
                 return await self._generate(body)
-        self.note(request, body, "mode", "tags", "new_version", "weight_version", "flush_cache")
+        self.note(request, body, "mode", "tags", "new_version", "weight_version", "flush_cache", "lora_name")
         match request.path:
             case "/update_weight_version":
                 self.label = body["new_version"]
@@ -232,6 +278,10 @@ class SleepingSGLang(SleepingEngine):
                 self._resume(body.get("tags") or self.memory)
             case "/update_weights_from_disk":
                 return self._update(body)
+            case "/load_lora_adapter":
+                return self.load_adapter(body)
+            case "/unload_lora_adapter":
+                return self.unload_adapter(body)
             case _:
                 return None
         return {}
@@ -242,7 +292,7 @@ class SleepingSGLang(SleepingEngine):
         elif self.released & set(tags):
             self.die("cannot pause an allocation that is not active")
         else:
-            self.released |= set(tags)
+            self.release(tags, keeps_weights=self.backs_up)
 
     def _resume(self, tags: tuple[str, ...]) -> None:
         if not set(tags) <= self.released:
@@ -261,7 +311,8 @@ class SleepingSGLang(SleepingEngine):
     async def _generate(self, body: dict[str, Any]) -> Any:
         await self._continued.wait()
         limits = [params["max_new_tokens"] for params in body["sampling_params"]]
-        answers = await asyncio.gather(*(self.generate(limit) for limit in limits))
+        adapters = body.get("lora_path") or [None] * len(limits)
+        answers = await asyncio.gather(*(self.generate(*each) for each in zip(limits, adapters, strict=True)))
         return [self._reply(tokens, reason) for tokens, reason in answers]
 
     def _reply(self, tokens: list[tuple[str, str]], reason: str) -> dict[str, Any]:

@@ -178,7 +178,7 @@ async def test_an_engine_that_is_asleep_is_alive_and_serves_no_version(
     assert await client.is_asleep()
     with pytest.raises(RolloutError, match="label 'asleep'"):
         await client.served_version()
-    with pytest.raises(RolloutError, match="is asleep: it has discarded its weights"):
+    with pytest.raises(RolloutError, match="is asleep: it has given its memory away"):
         await client.resume()
     assert not engine.death
 
@@ -344,8 +344,8 @@ async def test_no_token_has_another_label_than_its_weights(
     requests = Servers([engine.url], engine=kind, takes_turns=True)
     seen = engine.generate
 
-    async def generate(max_tokens: int) -> tuple[list[tuple[str, str]], str]:
-        found = await seen(max_tokens)
+    async def generate(max_tokens: int, adapter: str | None = None) -> tuple[list[tuple[str, str]], str]:
+        found = await seen(max_tokens, adapter)
         told.append(found[0])
         return found
 

@@ -10,6 +10,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
+
 from penstock.cli.refusal import Refused
 from penstock.config import Config, ConfigError, TrainerConfig
 from penstock.config.imports import check_closed
@@ -149,8 +151,8 @@ def check_sandbox(config: Config) -> None:
 
 
 def check_room(config: Config) -> None:
-    """Check that the run has room for the files that it will certainly write: weights in shared memory and, if the run
-    trains, checkpoints on disk. Raises `Refused`."""
+    """Check that the run has room for what it will certainly write: weights in shared memory and, if the run trains,
+    checkpoints on disk and weights of sleeping engines in main memory. Raises `Refused`."""
     is_loaded = config.policy.has_tokens and config.model.path != "tiny" and not config.uses_given_weights
     parameters = num_parameters(Path(config.model.path)) if is_loaded else 0
     runs_dir, published = existing_parent(Path(config.runs_dir)), runtime.base()
@@ -170,6 +172,20 @@ def check_room(config: Config) -> None:
     remedy = f"free some, or mount {published} larger (in a container: --shm-size)"
     files = "published weights and the next ones"
     check_free("model", published, num_versions * parameters * served + LEAST_MEMORY_BYTES, files, remedy)
+    keeps_weights = config.gives_devices and config.engine_serves_adapters and config.model.device != "cpu"
+    if keeps_weights and cluster.address is None:
+        check_kept_weights(config.rollout.servers, parameters * served)
+
+
+def check_kept_weights(num_servers: int, num_bytes: int) -> None:
+    """Check that the weights of all servers, `num_bytes` each, have room in main memory. Raises `Refused`."""
+    available = psutil.virtual_memory().available
+    if available < num_servers * num_bytes:
+        raise Refused(
+            f"rollout.servers: while the trainer has the device, each of {num_servers} engines keeps its weights in "
+            f"main memory, {num_bytes // MIB} MiB, and the machine has {available // MIB} MiB left: free some, lower "
+            "rollout.servers, or choose another scheduler.mode"
+        )
 
 
 def checkpoint_bytes(config: TrainerConfig) -> int:

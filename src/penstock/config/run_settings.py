@@ -244,12 +244,12 @@ class Config(Section):
 
     @property
     def engine_serves_adapters(self) -> bool:
-        """Return whether the policy's versions are adapters of a foreign engine: the run starts it, training begins
-        with the weights at `model.path`, which the engine loads by itself, and it never discards them."""
+        """Return whether the policy's versions are adapters of a foreign engine: the run starts it, and training begins
+        with the weights at `model.path`, which the engine loads by itself and keeps. Where it gives its device to the
+        trainer, it keeps them in main memory meanwhile."""
         is_ours = self.rollout.engine == "penstock" or bool(self.rollout.urls)
         begins_at_path = self.model.path != "tiny" and not self.model.warm_start.steps
-        keeps_weights = begins_at_path and not self.gives_devices
-        return self.has_trainer and self.trainer.lora is not None and not is_ours and keeps_weights
+        return self.has_trainer and self.trainer.lora is not None and not is_ours and begins_at_path
 
     @property
     def broadcasts_to_engines(self) -> bool:

@@ -138,7 +138,7 @@ async def serve(child: Child, config: Config) -> None:
             logger.info("joins the run again; clients use the server at %s once it answers", url)
             return
         await await_server(config, claim, process)
-        if gives and claim.client.discards_weights:  # the trainer, which may start next, may need all the memory
+        if gives and claim.client.sleeps:  # the trainer, which may start next, may need all the memory
             await claim.client.release()
         if not (config.has_trainer or rollout.urls):
             await claim.client.label_weights(str(stored_version(model_dir(config, child.run_dir))))
@@ -320,6 +320,7 @@ def command(
         words += ["--max-running-requests", str(rollout.slots), "--enable-metrics"]
         words += ["--config", str(_key_file(child, own_key))]
         words += ["--enable-memory-saver"] if config.gives_devices else []
+        words += ["--enable-weights-cpu-backup"] if config.gives_devices and config.engine_serves_adapters else []
     if config.replays_routers and routing(Path(model)) is not None:
         words.append("--enable-return-routed-experts")
     return [*words, *_for_adapters(config), *memory, *rollout.args]

@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 UNKNOWN = "unknown"
 """Label of weights that no policy_version describes: another run's, or those of a half-finished update."""
 ASLEEP = "asleep"
-"""Label of an engine that has discarded its weights and its KV memory. It serves again after a weights update."""
+"""Label of an engine that has given away the memory of its weights and its KV memory. It serves again after a weights
+update."""
 
 CONFLICT = 409
 """Status of a commit of weights that are not staged, and of a claim on a server that another run holds."""
@@ -116,8 +117,8 @@ class ServerClient(ABC):
     """Whether an engine that decodes more slowly with seeds gets one for each sample. Other engines always get them."""
     takes_turns = False
     """Whether the run takes the server's device for training (`release`), again and again."""
-    discards_weights = False
-    """Whether `release` discards the weights too. Then only a weights update makes the server serve again."""
+    sleeps = False
+    """Whether `release` takes the memory of the weights too. Then only an update makes the server serve again."""
     sender: WeightsSender | None = None
     """The trainer that broadcasts weights to the server; None in processes that send it none."""
     routing_remedy = "this server does not record them"
@@ -186,7 +187,8 @@ class ServerClient(ABC):
         await self.label_weights(UNKNOWN)
 
     async def is_asleep(self) -> bool:
-        """Return whether the server has discarded its weights for the trainer. It is alive, and generates nothing."""
+        """Return whether the server has given the memory of its weights to the trainer. It is alive, and generates
+        nothing."""
         return False
 
     @abstractmethod

@@ -25,7 +25,7 @@ class EngineClient(ServerClient):
     system. It overwrites its weights in place. If an update fails halfway, the engine holds weights of no known
     version."""
 
-    discards_weights = True
+    sleeps = True
     adapters_prefix = ""
     """Of the paths of the engine's routes for adapters."""
 
@@ -69,21 +69,22 @@ class EngineClient(ServerClient):
             await super().forget_weights()
 
     async def begin_weights(self, handle: WeightsHandle) -> None:
-        """Check the size of the file before generation pauses, since the engine stages nothing. Load adapters."""
+        """Check the size of the file before generation pauses, since the engine stages nothing. Load adapters, unless
+        the engine is asleep: it has given away the memory for them."""
         path = Path(handle.path)
         async with deadline(STAT_S, waiter="rollout client", resource=handle.path, holder="its storage"):
             found = await asyncio.to_thread(lambda: path.stat().st_size if path.is_file() else -1)
         if found != handle.num_bytes:
             raise RolloutError(self.url, f"weights file {path} has {found} bytes, expected {handle.num_bytes}", 400)
-        if handle.adapters is not None:
+        if handle.adapters is not None and not (self.takes_turns and await self.is_asleep()):
             await self._adapters.load(handle)
 
     async def commit_weights(self, handle: WeightsHandle) -> None:
-        """Let new requests name adapters that are loaded, wake an engine that is asleep, or replace the weights."""
-        if handle.adapters is not None:
-            await self._commit_adapters(handle.policy_version)
-        elif await self.is_asleep():
+        """Wake an engine that is asleep, let new requests name adapters that are loaded, or replace the weights."""
+        if await self.is_asleep():
             await self._wake_with(handle)
+        elif handle.adapters is not None:
+            await self._commit_adapters(handle.policy_version)
         else:
             await self._replace_weights(handle)
 
@@ -98,7 +99,7 @@ class EngineClient(ServerClient):
     async def resume(self) -> None:
         """Check that a weights update has woken the engine."""
         if await self.is_asleep():
-            raise RolloutError(self.url, "is asleep: it has discarded its weights, and the last update failed", 503)
+            raise RolloutError(self.url, "is asleep: it has given its memory away, and the last update failed", 503)
 
     @property
     def _adapters(self) -> ServedAdapters:
@@ -127,13 +128,23 @@ class EngineClient(ServerClient):
         finally:
             await self._continue()
 
+    async def _load_adapters(self, handle: WeightsHandle) -> None:
+        """Load the adapters of a handle while an engine wakes, and name their version. Of the other adapters keep the
+        newest ones: requests on their way may still name the version before."""
+        await self._adapters.load(handle)
+        for version in (await self._adapters.held())[:-2]:
+            if version != handle.policy_version:
+                await self._adapters.unload(version)
+        await self.label_weights(str(handle.policy_version))
+
     @abstractmethod
     async def _replace_weights(self, handle: WeightsHandle) -> None:
         """Pause as `update_mode` says, load the weights, and continue."""
 
     @abstractmethod
     async def _wake_with(self, handle: WeightsHandle) -> None:
-        """Wake the engine with these weights. If that fails, it sleeps on, and any later update may wake it."""
+        """Wake the engine with these weights or adapters. If that fails, it sleeps on, and any later update may wake
+        it."""
 
     @abstractmethod
     async def _end_running(self) -> None:

@@ -224,7 +224,7 @@ class Servers:
             server = next((server for server in self._servers if server.client.url == url.rstrip("/")), None)
             if server is None:
                 raise RolloutError(url, "was replaced by another server before it received weights")
-            if self._latest is not None and not (self._released and server.client.discards_weights):
+            if self._latest is not None and not (self._released and server.client.sleeps):
                 await self._call(server, partial(_restage, handle=self._latest))
             if self._released:
                 await self._call(server, lambda client: client.release())

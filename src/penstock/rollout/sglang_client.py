@@ -8,7 +8,8 @@ A server on the trainer's machine reads new weights from their file. One on anot
 
 Where the trainer takes turns with the server on a device, SGLang needs --enable-memory-saver, and torch-memory-saver.
 It dies if it has to release memory while a request runs, or to resume memory that it has not released. It does not
-tell what it has released, so the label of its weights does (`ASLEEP`), also to the next controller.
+tell what it has released, so the label of its weights does (`ASLEEP`), also to the next controller. If the updates are
+adapters, it also needs --enable-weights-cpu-backup: it then keeps a copy of its weights in main memory.
 """
 
 from __future__ import annotations
@@ -206,7 +207,9 @@ class SGLangClient(EngineClient):
         await self._continue()
 
     async def _load(self, handle: WeightsHandle, *, flush: bool) -> None:
-        if self._is_elsewhere(handle):
+        if handle.adapters is not None:
+            await self._load_adapters(handle)
+        elif self._is_elsewhere(handle):
             await self._load_broadcast(handle, flush=flush)
             self.transport = "collective"
         else:

@@ -7,8 +7,9 @@ every token the weights that sampled it.
 with `--logprobs-mode processed_logprobs`. The default mode ignores the temperature.
 
 Where the trainer takes turns with the server on a device, the server also needs --enable-sleep-mode. It then sleeps at
-level 2: it discards its weights, because every sleep ends with an update. An update wakes the memory of the weights,
-loads them, and only then wakes the KV memory, with which vLLM schedules requests again. Calls that wake or put to sleep
+level 2: it discards its weights, because every sleep ends with an update. If the updates are adapters, it sleeps at
+level 1, and keeps its weights in main memory. An update wakes the memory of the weights, loads them or the adapters,
+and only then wakes the KV memory, with which vLLM schedules requests again. Calls that wake or put to sleep
 what is so already do nothing.
 """
 
@@ -41,7 +42,8 @@ PAUSES: dict[UpdateMode, str] = {
     "retract": "/pause?mode=abort",
     "drain": "/pause?mode=wait",
 }
-SLEEP = "/sleep?level=2&mode=abort"
+SLEEP, DISCARD, KEEP = "/sleep?level={}&mode=abort", 2, 1
+"""Path that makes vLLM sleep, and its levels: without its weights, or with a copy of them in main memory."""
 WAKE = "/wake_up?tags="
 RELOAD_S = 900.0
 """Timeout for loading the weights of a large model."""
@@ -219,8 +221,10 @@ class VllmClient(EngineClient):
 
     async def release(self) -> None:
         await self._post(PAUSES["retract"])
-        await self.label_weights(ASLEEP)  # after the last token of the discarded weights
-        await self._post(SLEEP)  # it also ends requests that came since the pause
+        await self.label_weights(ASLEEP)  # after the last token of the weights before
+        await self._post(
+            SLEEP.format(KEEP if self.serves_adapters else DISCARD)
+        )  # it also ends requests that came since the pause
 
     async def _replace_weights(self, handle: WeightsHandle) -> None:
         """Pause, make every worker load the directory, set the version label, and continue. A failure in between leaves
@@ -249,6 +253,8 @@ class VllmClient(EngineClient):
             raise
 
     async def _load(self, handle: WeightsHandle) -> None:
+        if handle.adapters is not None:
+            return await self._load_adapters(handle)
         # A server that started with random weights would otherwise "read" random ones again.
         await self._rpc("update_config", args=[{"load_config": {"load_format": "safetensors"}}])
         await self._rpc("reload_weights", kwargs={"weights_path": str(Path(handle.path).parent)})
