@@ -121,6 +121,7 @@ LIGHT = [
     "penstock.supervisor.supervisor",
     "penstock.processes.controller",
     "penstock.processes.env",
+    "penstock.processes.foreign_server",
     "penstock.loop",
     "penstock.simulator.prediction",
     "penstock.rollout.client",

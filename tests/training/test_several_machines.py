@@ -94,9 +94,18 @@ async def test_a_run_trains_across_machines_whatever_is_lost(tmp_path: Path) -> 
     assert events(run, "rewound")
 
 
-async def test_engines_of_others_get_their_weights_by_broadcast(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("update_mode", "ways"),
+    [
+        pytest.param("retract", {"collective": 2}, id="into-the-engine"),
+        pytest.param("drain", {"collective": 1, "shared_memory": 1}, id="to-its-machine"),
+    ],
+)
+async def test_engines_of_others_get_their_weights_by_broadcast(
+    tmp_path: Path, update_mode: str, ways: dict[str, int]
+) -> None:
     """And go on without one that dies."""
-    rollout = {"engine": "sglang", "python": str(python_of_stand_in(tmp_path))}
+    rollout = {"engine": "sglang", "python": str(python_of_stand_in(tmp_path)), "update_mode": update_mode}
     run = SpreadRun(tmp_path, Machines(LOOPBACK), steps=STEPS, rollout=rollout)
 
     async def happenings(life: asyncio.Task[Outcome]) -> None:
@@ -104,8 +113,8 @@ async def test_engines_of_others_get_their_weights_by_broadcast(tmp_path: Path) 
         os.kill(state_of(run)["processes"]["rollout-0"]["pid"], signal.SIGKILL)
 
     await lived(run, happenings)
-    ways = [line["servers_by_transport"] for line in lines(run.run_dir / "metrics.jsonl")]
-    assert {"collective": 2} in ways and all(way.keys() <= {"collective"} for way in ways), ways
+    found = [line["servers_by_transport"] for line in lines(run.run_dir / "metrics.jsonl")]
+    assert ways in found and all(way.keys() <= ways.keys() for way in found), found
     assert not list((run.run_dir / "weights").glob("*")), "no folder is shared for them"
 
 

@@ -254,13 +254,20 @@ class Config(Section):
     @property
     def broadcasts_to_engines(self) -> bool:
         """Return whether the trainer broadcasts weights to engines of others on other machines. Otherwise these read
-        them in a folder that all machines share.
+        them from a file.
 
         SGLang takes broadcasts while it is paused. In mode `drain` it is not, and could generate between two of them.
         """
         rollout = self.rollout
         takes_whole = rollout.engine == "sglang" and not self.engine_serves_adapters
         return takes_whole and rollout.update_mode != "drain"
+
+    @property
+    def shares_weights_folder(self) -> bool:
+        """Return whether engines of others on other machines read published weights in a folder that all machines
+        share. The run has no process on the machines of servers at `rollout.urls` that could fetch the weights."""
+        rollout = self.rollout
+        return rollout.engine != "penstock" and bool(rollout.urls) and not self.broadcasts_to_engines
 
     @property
     def replays_routers(self) -> bool:

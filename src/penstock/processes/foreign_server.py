@@ -44,6 +44,7 @@ from penstock.processes.visible import (
     share_in,
     shares_device,
 )
+from penstock.processes.weights_fetcher import WeightsFetcher
 from penstock.rollout.app import ApiKeys, App
 from penstock.rollout.claim import Claim
 from penstock.rollout.client import CONFLICT, ServerClient
@@ -186,14 +187,16 @@ async def engine_of(child: Child, config: Config, prepare: Prepare) -> AsyncIter
     if takes_turns(config) and has_accelerator(config):
         await await_room(child, config, variables)
     process = await asyncio.create_subprocess_exec(*words, env=variables)
+    fetcher = WeightsFetcher(child, model_dir(config, child.run_dir))
     try:
         claim = Claim(child.run_id, child.secret("claim"))
         proxy = partial(auth_proxy, place, own_key, HEALTH[config.rollout.engine], keys=keys, claim=claim)
         async with proxy(host=LOOPBACK, port=0) as url:
             await prepare(url, process)
-        async with proxy(host=host, port=port) as url:
+        async with proxy(host=host, port=port, own_routes=fetcher.routes()) as url:
             yield url, process
     finally:
+        await fetcher.close()
         if process.returncode is None:
             process.terminate()
         try:
@@ -241,14 +244,22 @@ async def await_room(child: Child, config: Config, variables: Mapping[str, str])
 
 @asynccontextmanager
 async def auth_proxy(
-    place: Place, own_key: str | None, health_path: str, *, host: str, port: int, keys: ApiKeys, claim: Claim
+    place: Place,
+    own_key: str | None,
+    health_path: str,
+    *,
+    host: str,
+    port: int,
+    keys: ApiKeys,
+    claim: Claim,
+    own_routes: Sequence[Route] = (),
 ) -> AsyncIterator[str]:
     """Run a proxy that requires an API key, and for control the claim, for the length of the body. Yield the URL of the
     proxy.
 
     It stands in front of an engine, at `place`, that checks no claim. It forwards each request with the right key to
     the engine, with the engine's `own_key`, and returns the engine's answer. `/health` of the proxy needs no key, and
-    returns only the status of the engine's answer at `health_path`.
+    returns only the status of the engine's answer at `health_path`. `own_routes`: more routes of the proxy itself.
     """
     engine = url_of(LOOPBACK, place) if isinstance(place, int) else "http://engine"
 
@@ -263,7 +274,7 @@ async def auth_proxy(
         return Response(status_code=answer.status_code)
 
     # A public route has no POST, because it must not keep a body (`App`).
-    routes = [Route("/health", ["GET"], health, "public")]
+    routes = [Route("/health", ["GET"], health, "public"), *own_routes]
     routes += [Route(path, ["GET", "POST"], forward, "generation") for path in OPEN]
     routes.append(Route("/{path}", ["GET", "POST", "PUT", "DELETE"], forward))
     with bind(host, port, held=True) as listener:

@@ -20,6 +20,8 @@ from penstock.ports.process_launcher import ProcessSpec
 from penstock.supervisor.child import Child
 
 TRAINER = "trainer-0"
+RECEIVED = "received"
+"""Folder of the runtime directory for weights from other machines, with a subfolder for each server."""
 TORCH_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """OpenMP threads sleep while they wait for each other: spinning threads slow every other process on a shared machine
 tenfold."""

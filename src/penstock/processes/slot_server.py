@@ -27,7 +27,7 @@ from penstock.model.compute import CopyStream
 from penstock.model.load_policy import load_policy, resolve_device, resolve_dtype
 from penstock.processes.bus_client import Member, Telemetry, membership
 from penstock.processes.devices import num_threads, take_one
-from penstock.processes.layout import host_of, model_dir, num_servers_beside, server_number
+from penstock.processes.layout import RECEIVED, host_of, model_dir, num_servers_beside, server_number
 from penstock.processes.visible import shares_device
 from penstock.rollout.app import ApiKeys
 from penstock.rollout.claim import Claim
@@ -49,9 +49,6 @@ from penstock.weights.collective import Groups, max_bucket_bytes
 from penstock.weights.receiver import Receiver
 from penstock.weights.shared_memory import describe, fingerprint, layout
 from penstock.weights.tensor_payload import read_tensors
-
-RECEIVED = "received"
-"""Folder of the runtime directory for weights from other machines, with a subfolder for each server."""
 
 Weights = Literal["published", "stored", "random"]
 """Source of an engine's weights: sent by a trainer, stored in the model's directory, or random from a seed."""

@@ -134,7 +134,7 @@ class TrainerProcess(Member):
             raise
 
     def _ways_to_other_machines(self) -> tuple[Offers | None, Sender | None]:
-        """Return the broadcasts for our own servers, and those for engines of others, if there are other machines."""
+        """Return the broadcasts to processes of the run and those to foreign engines, if there are other machines."""
         address = self._child.address
         if address is None:
             return None, None
@@ -146,11 +146,10 @@ class TrainerProcess(Member):
     def _link(self, handle: WeightsHandle) -> WeightsHandle:
         """Add what other machines need to get the file, if there are any and they do not read it in a folder that they
         all share."""
-        config = self._config
-        if not self._child.host or not (config.rollout.engine == "penstock" or config.broadcasts_to_engines):
+        if not self._child.host or self._config.shares_weights_folder:
             return handle
         handle = linked(handle, service=self._child.host, secret=self._child.nonce, machine=boot_id())
-        if self._offers is None or config.broadcasts_to_engines:
+        if self._offers is None or self._config.broadcasts_to_engines:
             return handle
         try:
             return self._offers.add(handle)
@@ -166,9 +165,7 @@ class TrainerProcess(Member):
             return RemoteBackend(together, connections, start_s=start_s)
 
         channels.await_ranks(waiter=self._child.name, seconds=FIND_SHARE * start_s)
-        # Engines of others to which nothing is broadcast read published weights in a folder that all machines share.
-        takes_broadcasts = self._config.rollout.engine == "penstock" or self._config.broadcasts_to_engines
-        is_shared = not takes_broadcasts and self._child.address is not None
+        is_shared = self._config.shares_weights_folder and self._child.address is not None
         weights_dir = (self._child.run_dir if is_shared else self._child.runtime_dir) / WEIGHTS
         with plainly():
             roles = trainer_roles(self._config, start, model_dir=self._model_dir, weights_dir=weights_dir)

@@ -26,6 +26,7 @@ from penstock.groups.method import remote_method
 from penstock.groups.modes import Execute, Mode
 from penstock.groups.role import Rank
 from penstock.model.load_policy import hollow_policy, load_policy, resolve_dtype
+from penstock.model.low_rank import describe_adapters
 from penstock.own_files import remove_tree
 from penstock.processes.devices import device_of, num_threads, num_usable_cpus
 from penstock.processes.layout import places, trainer_nodes
@@ -35,7 +36,7 @@ from penstock.supervisor.child import ADDRESS
 from penstock.supervisor.janitor import RUNTIME_DIR
 from penstock.trainer.critic import Critic
 from penstock.trainer.learner import Learner
-from penstock.trainer.lora import describe_adapters, plain_parameters, targets_of
+from penstock.trainer.lora import plain_parameters, targets_of
 from penstock.trainer.memory import decided
 from penstock.trainer.model_role import ModelRole
 from penstock.trainer.ranks import Ranks, Rendezvous
@@ -235,7 +236,7 @@ class Actor(TrainerRank):
         folder = publisher.open(forms.adapters.layout, version, adapters=True).folder
         lora = self._config.trainer.lora
         assert lora is not None
-        describe_adapters(forms.adapters.layout, lora, folder, base=str(self._model_dir))
+        describe_adapters(forms.adapters.layout, folder, rank=lora.rank, alpha=lora.alpha, base=str(self._model_dir))
         return OpenedFolders(folder, base)
 
     @remote_method()

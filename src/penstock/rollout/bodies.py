@@ -260,6 +260,14 @@ class WeightsReply(Struct, kw_only=True):
     transport: WeightsTransport
 
 
+class FetchedWeights(Struct, kw_only=True):
+    """Published weights on the machine of a foreign engine, and how they came there."""
+
+    path: str
+    """Of the file. Its directory has nothing but what the engine loads."""
+    transport: WeightsTransport
+
+
 class Outcome(Struct, kw_only=True):
     """Result of a call of SGLang's control API that changes the server's state."""
 

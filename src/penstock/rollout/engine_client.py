@@ -5,29 +5,39 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.deadline import deadline
-from penstock.rollout.client import ASLEEP, CONFLICT, ServedLabel, ServerClient
+from penstock.rollout import bodies
+from penstock.rollout.client import ASLEEP, BEGIN_S, CONFLICT, ServedLabel, ServerClient
 from penstock.rollout.served_adapters import HELD, ServedAdapters, name_of
-from penstock.rollout.session import RolloutError
+from penstock.rollout.session import HttpSession, RolloutError
 from penstock.samples import Segment
-from penstock.types import Sampling, SegmentGrant, WeightsHandle
+from penstock.types import Sampling, SegmentGrant, UpdateMode, WeightsHandle
 
 STAT_S = 30.0
 """Timeout for a file's status, which may be on a slow shared file system."""
+FETCH = "/weights/begin"
+"""Path of the route with which our process before an engine brings weights to its machine."""
 
 
 class EngineClient(ServerClient):
     """The client of a server with another engine.
 
-    The engine reads published weights from a directory that it sees too: shared memory on this host, or a shared file
-    system. It overwrites its weights in place. If an update fails halfway, the engine holds weights of no known
-    version."""
+    The engine reads published weights from a directory. If the handle has a link, our process before the engine brings
+    the file to the memory of its machine. Else the engine sees the published directory: shared memory on this host, or
+    a shared file system. The engine overwrites its weights in place. If an update fails halfway, the engine holds
+    weights of no known version."""
 
     sleeps = True
     adapters_prefix = ""
     """Of the paths of the engine's routes for adapters."""
+
+    def __init__(self, url: str, session: HttpSession, *, update_mode: UpdateMode | None = None) -> None:
+        super().__init__(url, session, update_mode=update_mode)
+        self._begun: WeightsHandle | None = None
+        """The weights of the latest `begin_weights`, where the engine can read them."""
 
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
@@ -69,18 +79,46 @@ class EngineClient(ServerClient):
             await super().forget_weights()
 
     async def begin_weights(self, handle: WeightsHandle) -> None:
-        """Check the size of the file before generation pauses, since the engine stages nothing. Load adapters, unless
-        the engine is asleep: it has given away the memory for them."""
+        """Bring the file to the machine of the engine, or check its size, before generation pauses, since the engine
+        stages nothing. Load adapters, unless the engine is asleep: it has given away the memory for them."""
+        if self._is_fetched(handle):
+            handle = self._begun = await self._fetch(handle)
+        else:
+            await self._check_size(handle)
+        if handle.adapters is not None and not (self.takes_turns and await self.is_asleep()):
+            await self._adapters.load(handle)
+
+    def _is_fetched(self, handle: WeightsHandle) -> bool:
+        """Return whether our process before the engine gets the file of these weights."""
+        return bool(handle.url)
+
+    async def _fetch(self, handle: WeightsHandle) -> WeightsHandle:
+        """Return the handle with the path of the file on the machine of the engine."""
+        fetched = await self._session.call("POST", self.url, FETCH, handle, bodies.FetchedWeights, timeout_s=BEGIN_S)
+        self.transport = fetched.transport
+        return replace(handle, path=fetched.path, url="")
+
+    async def _check_size(self, handle: WeightsHandle) -> None:
         path = Path(handle.path)
         async with deadline(STAT_S, waiter="rollout client", resource=handle.path, holder="its storage"):
             found = await asyncio.to_thread(lambda: path.stat().st_size if path.is_file() else -1)
         if found != handle.num_bytes:
             raise RolloutError(self.url, f"weights file {path} has {found} bytes, expected {handle.num_bytes}", 400)
-        if handle.adapters is not None and not (self.takes_turns and await self.is_asleep()):
-            await self._adapters.load(handle)
+        self.transport = "file"
+
+    def _readable(self, handle: WeightsHandle) -> WeightsHandle:
+        """Return the handle with a path that the engine can read. Raises RolloutError with status 409 if the file was
+        not brought to its machine."""
+        if not self._is_fetched(handle):
+            return handle
+        begun = self._begun
+        if begun is None or (begun.policy_version, begun.fingerprint) != (handle.policy_version, handle.fingerprint):
+            raise RolloutError(self.url, f"has not fetched policy_version {handle.policy_version}", CONFLICT)
+        return begun
 
     async def commit_weights(self, handle: WeightsHandle) -> None:
         """Wake an engine that is asleep, let new requests name adapters that are loaded, or replace the weights."""
+        handle = self._readable(handle)
         if await self.is_asleep():
             await self._wake_with(handle)
         elif handle.adapters is not None:

@@ -4,7 +4,8 @@ It is tested against Penstock's own server, which has the same protocol. It is n
 which needs a GPU. Every sample is a separate prompt in one batch, because SGLang has one limit and one seed per prompt.
 
 A server on the trainer's machine reads new weights from their file. One on another machine gets them by broadcast
-(`weights_group.py`), unless all machines share the folder of the file.
+(`weights_group.py`). With `drain`, and of adapters, it reads a file too (`EngineClient`): SGLang takes broadcasts while
+it is paused, and `drain` does not pause it.
 
 Where the trainer takes turns with the server on a device, SGLang needs --enable-memory-saver, and torch-memory-saver.
 It dies if it has to release memory while a request runs, or to resume memory that it has not released. It does not
@@ -150,9 +151,10 @@ class SGLangClient(EngineClient):
     async def begin_weights(self, handle: WeightsHandle) -> None:
         """Join the group in which the weights come, if they come by broadcast. A server that has them needs none."""
         await self._leave_group()
-        if not self._is_elsewhere(handle):
-            if not handle.url:  # else the file may be on another machine than this process
-                await super().begin_weights(handle)
+        if not handle.url or self._is_fetched(handle):
+            await super().begin_weights(handle)
+        elif not self._is_elsewhere(handle):
+            self.transport = "file"
         elif not await self._has(handle):
             assert self.sender is not None
             self._group = await WeightsGroup.open(self.url, self._session, self.sender, handle.policy_version)
@@ -165,6 +167,9 @@ class SGLangClient(EngineClient):
         group, self._group = self._group, None
         if group is not None:
             await group.leave()
+
+    def _is_fetched(self, handle: WeightsHandle) -> bool:
+        return super()._is_fetched(handle) and (self.update_mode == "drain" or handle.adapters is not None)
 
     def _is_elsewhere(self, handle: WeightsHandle) -> bool:
         """Return whether the server cannot open the file of these weights, because it is on another machine."""
@@ -214,7 +219,6 @@ class SGLangClient(EngineClient):
             self.transport = "collective"
         else:
             await self._load_file(handle, flush=flush)
-            self.transport = "file"
 
     async def _load_broadcast(self, handle: WeightsHandle, *, flush: bool) -> None:
         group = self._group

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from penstock.config import ConfigError, LoraConfig
-from penstock.model.low_rank import PREFIX, merged
+from penstock.model.low_rank import PREFIX, describe_adapters, merged
 from penstock.trainer.shards import like
 
 ADAPTER = "default"
@@ -108,22 +108,8 @@ def write_adapters(adapted: Mapping[str, Tensor], config: LoraConfig, directory:
 
     weights = {_file_name(name): value.contiguous() for name, value in adapted.items() if is_adapter(name)}
     directory.mkdir()
-    describe_adapters(weights, config, directory, base=base)
+    describe_adapters(weights, directory, rank=config.rank, alpha=config.alpha, base=base)
     save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def describe_adapters(names: Iterable[str], config: LoraConfig, directory: Path, *, base: str) -> None:
-    """Write the file beside adapters in peft's format that says how they are added to the model `base`."""
-    from peft import LoraConfig as PeftConfig
-
-    PeftConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in names}),
-        base_model_name_or_path=base,
-        task_type="CAUSAL_LM",
-        inference_mode=True,
-    ).save_pretrained(str(directory))
 
 
 def _file_name(name: str) -> str:

@@ -15,6 +15,7 @@ import logging
 import math
 import re
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,7 +83,7 @@ class Receiver:
 
     def __init__(
         self,
-        expected: Layout,
+        expected: Layout | None,
         *,
         machine: str,
         directory: Path,
@@ -90,10 +91,10 @@ class Receiver:
         published: Callable[[], Iterable[Path]] | None = None,
         carriers: Sequence[Carrier] = (),
     ) -> None:
-        """`expected`: the model's layout. `machine`: this machine's boot id. `directory`: for received files; a file
-        stays until the next version arrives. `neighbours`: returns the directories of all receivers of this machine.
-        `published`: returns the directories in which a handle's path may lie; None for any path. `carriers`: the
-        transports from other machines, the preferred ones first; none for all of them."""
+        """`expected`: the model's layout; None for files of any model. `machine`: this machine's boot id. `directory`:
+        for received files; a file stays until the next version arrives. `neighbours`: returns the directories of all
+        receivers of this machine. `published`: returns the directories in which a handle's path may lie; None for any
+        path. `carriers`: the transports from other machines, the preferred ones first; none for all of them."""
         self._expected, self._machine, self._directory = expected, machine, directory
         self._neighbours, self._published = neighbours, published
         self._carriers = carriers or CARRIERS
@@ -101,6 +102,8 @@ class Receiver:
             left.unlink(missing_ok=True)
         self.transport: WeightsTransport = "shared_memory"
         """How the latest weights came: by a transport if this receiver got the file, and else from shared memory."""
+        self.path: Path | None = None
+        """Where the file of the latest weights lies on this machine."""
 
     def __call__(self, handle: WeightsHandle) -> dict[str, Tensor]:
         """Return the mapped weights by name; of a handle of adapters, the adapters.
@@ -110,14 +113,13 @@ class Receiver:
         """
         self._check(handle)
         expected = self._expected
-        if handle.adapters is not None:
+        if handle.adapters is not None and expected is not None:
             expected = layout_of_adapters(handle.adapters, expected)
         if not handle.url or (handle.machine == self._machine and Path(handle.path).exists()):
             self.check_place(Path(handle.path))
-            self.transport = "shared_memory"
+            self.transport, self.path = "shared_memory", Path(handle.path)
             return receive(handle, expected)
-        most = _max_bytes(expected)
-        if not 0 < handle.num_bytes <= most:
+        if expected is not None and not 0 < handle.num_bytes <= (most := _max_bytes(expected)):
             raise WeightsMismatch(f"weights of this model have at most {most} bytes, not {handle.num_bytes}")
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = self._directory / _file_name(handle)
@@ -128,6 +130,7 @@ class Receiver:
                 left.unlink(missing_ok=True)
         try:
             self._obtain(handle, path)
+            self.path = path
             return receive(replace(handle, path=str(path)), expected)
         except WeightsMismatch:
             path.unlink(missing_ok=True)
@@ -175,6 +178,12 @@ class Receiver:
     def _fetch(self, handle: WeightsHandle, path: Path) -> WeightsTransport:
         """Get the file from its sender by the first transport that works, and return which one it was. The file gets
         its final name when it is complete. Raises `WeightsOutOfReach`."""
+        free = shutil.disk_usage(self._directory).free
+        if handle.num_bytes > free:
+            raise WeightsOutOfReach(
+                f"policy_version {handle.policy_version} has {handle.num_bytes} bytes, and {self._directory} has room "
+                f"for {free}: free some, or mount it larger"
+            )
         unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
         failures = list[str]()
         try:

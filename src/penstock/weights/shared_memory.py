@@ -120,9 +120,10 @@ def file_in(folder: Path, *, adapters: bool = False) -> Path:
     return folder / ("adapter_model.safetensors" if adapters else "model.safetensors")
 
 
-def receive(handle: WeightsHandle, expected: Layout) -> dict[str, Tensor]:
+def receive(handle: WeightsHandle, expected: Layout | None) -> dict[str, Tensor]:
     """Map the file or model directory of `handle`. Raises `WeightsMismatch` if anything differs.
 
+    `expected`: the layout of the model; None if this process does not know the model.
     The tensors share the files' memory pages, except tensors that a directory holds in another dtype. The mapping stays
     valid after the file is unlinked. Writing to the tensors does not change the file.
     """
@@ -197,9 +198,9 @@ def _num_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in _files(path))
 
 
-def mapped(path: Path, expected: Layout) -> dict[str, Tensor]:
+def mapped(path: Path, expected: Layout | None) -> dict[str, Tensor]:
     """Map the tensors of a file or model directory by name. A directory may hold them in other dtypes, and more tensors
-    than the model has. Raises `WeightsMismatch` if names, shapes or dtypes differ."""
+    than the model has. Raises `WeightsMismatch` if names, shapes or dtypes differ from those that are `expected`."""
     named: dict[str, Tensor] = {}
     for file in _files(path):
         try:
@@ -210,6 +211,8 @@ def mapped(path: Path, expected: Layout) -> dict[str, Tensor]:
                     named = _in_file(file)
         except SafetensorError as error:
             raise WeightsMismatch(f"{file} is not a safetensors file: {error}") from None
+    if expected is None:
+        return named
     if path.is_dir():  # it may hold a tied weight under several names, of which `expected` has one
         named = {name: tensor.to(expected[name][1]) for name, tensor in named.items() if name in expected}
     if unknown := sorted(named.keys() - expected.keys()):
