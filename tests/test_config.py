@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.config import Config, ConfigError, load_config
+from penstock.config import Config, ConfigError, default_config, load_config
 from penstock.scheduler.trigger import Trigger
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*/run.yaml"))
@@ -328,3 +328,23 @@ def test_aliases_stand_for_what_they_name(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("env: {options: {a: &a {x: 1}, b: *a, c: {<<: *a, y: 2}}}\n")
     assert load_config(path).env.options == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "broadcasts", "shares"),
+    [
+        ("{engine: penstock}", False, False),
+        ("{engine: penstock, urls: ['http://a:1']}", False, False),
+        ("{engine: vllm}", False, False),
+        ("{engine: vllm, urls: ['http://a:1']}", False, True),
+        ("{engine: sglang}", True, False),
+        ("{engine: sglang, urls: ['http://a:1']}", True, False),
+        ("{engine: sglang, update_mode: drain}", False, False),
+        ("{engine: sglang, update_mode: drain, urls: ['http://a:1']}", False, True),
+    ],
+)
+def test_only_engines_that_the_run_has_not_started_need_a_shared_folder(
+    rollout: str, broadcasts: bool, shares: bool
+) -> None:
+    config = default_config([f"rollout={rollout}"])
+    assert (config.broadcasts_to_engines, config.shares_weights_folder) == (broadcasts, shares)

@@ -273,7 +273,8 @@ async def test_what_does_not_come_changes_nothing(
             assert failed.value.status == status and "token" not in str(failed.value)
             assert (engine.calls, engine.weights, machine.kept()) == (calls, named(1), [])
         await one.begin_weights(handle := trainer.published(5))
-        await one.commit_weights(handle)
+        await fetcher.close()
+        await one.commit_weights(handle)  # the file stays where it came
         assert engine.weights == named(5)
 
 

@@ -143,15 +143,17 @@ class SpreadRun(Run):
         *,
         steps: int,
         ranks: int = 1,
-        rollout: Mapping[str, str] | None = None,
+        model: Mapping[str, Any] | None = None,
+        rollout: Mapping[str, Any] | None = None,
         **supervisor: Any,
     ) -> None:
-        """Each of the trainer's `ranks` is on a node of its own; several have shards. `rollout`: more settings of the
-        servers."""
+        """Each of the trainer's `ranks` is on a node of its own; several have shards. `model`, `rollout`, `supervisor`:
+        more settings."""
+        quick = {"heartbeat_s": 0.2, "ready_timeout_s": 120.0, "backoff_s": 0.01}
         super().__init__(
             base,
-            settings=SupervisorConfig(heartbeat_s=0.2, ready_timeout_s=120.0, backoff_s=0.01, **supervisor),
-            model={"max_context": 64, "warm_start": {"steps": 20}},
+            settings=SupervisorConfig.model_validate(quick | supervisor),
+            model={"max_context": 64, "warm_start": {"steps": 20}, **(model or {})},
             data={
                 "source": "reasoning_gym",
                 "dataset": "spell_backward",

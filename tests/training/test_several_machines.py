@@ -44,9 +44,9 @@ async def until(happened: Callable[[], object], life: asyncio.Task[Outcome]) -> 
         await asyncio.sleep(0.05)
 
 
-async def lived(run: SpreadRun, meanwhile: Callable[[asyncio.Task[Outcome]], Any]) -> None:
+async def lived(run: SpreadRun, meanwhile: Callable[[asyncio.Task[Outcome]], Any], *, limit_s: float = LIMIT_S) -> None:
     """The run, to its end; and the books are in order."""
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(limit_s):
         life = asyncio.create_task(run.supervise())
         try:
             await meanwhile(life)

@@ -33,6 +33,7 @@ ENGINE = "engine"
 ANSWERER = "penstock.processes.fetching_process:FetchAnswerer"
 MAX_ANSWER_BYTES = 1 << 20
 LOST = 503
+"""Status of a fetch whose child process ended. The client tries again."""
 
 
 class FetchRequest(msgspec.Struct, kw_only=True):
