@@ -7,16 +7,18 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from aiohttp.test_utils import TestServer
 from published import publish_next
 from safetensors.torch import load_file
 from sleeping_engines import ENGINES, SleepingEngine
+from test_served_adapters import PROTOCOLS, StandIn
 from torch import Tensor
 
 from penstock.model.low_rank import names_of
@@ -85,6 +87,12 @@ class Trainer:
             return self.link(opened.write_whole(tensors.items(), version, adapters=form), offered=True)
 
 
+def proxied(engine: str, fetcher: WeightsFetcher) -> AbstractAsyncContextManager[str]:
+    """Return the proxy in front of an engine."""
+    port, claim = int(engine.rpartition(":")[2]), Claim("run", CLAIM)
+    return auth_proxy(port, None, "/health", host=HOST, port=0, keys=KEYS, claim=claim, own_routes=fetcher.routes())
+
+
 class Machine:
     """The machine of the engines: its runtime directory, and our processes in front of them."""
 
@@ -120,11 +128,8 @@ class Machine:
         engine = ENGINES[kind]()
         monkeypatch.setattr(engine, "load", lambda path: self.load(engine, path))
         await engine.server.start_server()
-        port, claim = int(engine.url.rpartition(":")[2]), Claim("run", CLAIM)
         try:
-            async with auth_proxy(
-                *(port, None, "/health"), host=HOST, port=0, keys=KEYS, claim=claim, own_routes=fetcher.routes()
-            ) as url:
+            async with proxied(engine.url, fetcher) as url:
                 yield engine, url
         finally:
             await engine.server.close()
@@ -168,8 +173,10 @@ async def client(kind: Engine, url: str, mode: UpdateMode, *, key: str = "rule")
 
 
 @asynccontextmanager
-async def connected(urls: list[str], kind: Engine = "vllm", mode: UpdateMode = "in_place") -> AsyncIterator[Servers]:
-    servers = Servers(urls, engine=kind, update_mode=mode, api_key="rule", claim=CLAIM)
+async def connected(
+    urls: list[str], kind: Engine = "vllm", mode: UpdateMode = "in_place", **options: Any
+) -> AsyncIterator[Servers]:
+    servers = Servers(urls, engine=kind, update_mode=mode, api_key="rule", claim=CLAIM, **options)
     try:
         yield servers
     finally:
@@ -241,13 +248,22 @@ async def test_on_the_trainers_machine_the_file_is_read_where_it_lies(
     assert fetcher._child is None, "and no process was needed"
 
 
+@pytest.mark.parametrize("kind", PROTOCOLS)
 async def test_adapters_come_with_what_says_how_they_are_added(
-    machine: Machine, fetcher: WeightsFetcher, trainer: Trainer
+    machine: Machine, fetcher: WeightsFetcher, trainer: Trainer, kind: Engine
 ) -> None:
-    for version in (1, 2):
-        fetched = await fetcher.fetch(trainer.adapters(version))
-        folder = Path(fetched.path).parent
-        assert fetched.transport == "collective" and folder.is_relative_to(machine.runtime_dir)
+    engine = StandIn()
+    async with (
+        TestServer(PROTOCOLS[kind](engine)) as server,
+        proxied(str(server.make_url("")).rstrip("/"), fetcher) as url,
+        connected([url], kind, serves_adapters=True) as servers,
+    ):
+        for version in (1, 2):
+            assert await servers.update_weights(trainer.adapters(version)) == {"collective": 1}
+            assert engine.label == str(version)
+    folders = [Path(path) for path in engine.adapters.values()]
+    assert len(folders) == 2 and all(folder.is_relative_to(machine.runtime_dir) for folder in folders)
+    for folder in folders[1:]:  # the engine has the older ones in its memory
         assert sorted(each.name for each in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
         settings: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
         assert (settings["r"], settings["lora_alpha"], settings["target_modules"]) == (2, 6, ["q"])
