@@ -1,3 +1,4 @@
+import json
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,28 @@ def test_a_truncated_a_foreign_and_a_missing_file_are_refused(handle: WeightsHan
         receive(handle, layout(weights()))
     with pytest.raises(WeightsMismatch, match="does not exist"):
         receive(replace(handle, path=str(path.parent / "gone")), layout(weights()))
+
+
+def test_a_file_of_another_program_is_received(tmp_path: Path) -> None:
+    """It may have metadata, and tensors at places that are not aligned. It may not have other dtypes than weights."""
+    tensors = {"a": torch.arange(3.0), "b": torch.arange(5.0).bfloat16()}
+    content = tensors["b"].view(torch.uint8).numpy().tobytes() + tensors["a"].numpy().tobytes()
+    entries = {
+        "__metadata__": {"format": "pt"},
+        "b": {"dtype": "BF16", "shape": [5], "data_offsets": [0, 10]},
+        "a": {"dtype": "F32", "shape": [3], "data_offsets": [10, 22]},
+    }
+    header = json.dumps(entries).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content)
+    handle = WeightsHandle(
+        policy_version=1, path=str(path), num_bytes=path.stat().st_size, fingerprint=fingerprint(tensors)
+    )
+    received = receive(handle, layout(tensors))
+    assert all(torch.equal(received[name], tensor) for name, tensor in tensors.items())
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"'))
+    with pytest.raises(WeightsMismatch, match=r"parameter a of .* has dtype I32"):
+        receive(handle, layout(tensors))
 
 
 def test_the_fingerprint_sees_swapped_tensors_and_ignores_order() -> None:

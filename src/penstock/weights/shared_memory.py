@@ -54,14 +54,18 @@ class Placed(NamedTuple):
 
 
 def tensors_in(path: Path) -> list[Placed]:
-    """Return the tensors of a published file, in the order of their bytes."""
+    """Return the tensors of a safetensors file, in the order of their bytes. Raises `WeightsMismatch` for a dtype that
+    no weights have."""
     with path.open("rb") as file:
         num_bytes = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(num_bytes))
     found = []
+    header.pop("__metadata__", None)
     for name, entry in header.items():
+        if (dtype := TORCH_DTYPES.get(entry["dtype"])) is None:
+            raise WeightsMismatch(f"parameter {name} of {path} has dtype {entry['dtype']}")
         start, end = (8 + num_bytes + offset for offset in entry["data_offsets"])
-        found.append(Placed(name, TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"]), start, end))
+        found.append(Placed(name, dtype, tuple(entry["shape"]), start, end))
     return sorted(found, key=lambda each: (each.start, each.end))
 
 
@@ -182,9 +186,12 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _in_file(path: Path) -> dict[str, Tensor]:
-    """Map the tensors of a published file by name."""
-    data = map_file(path)
-    return {name: data[start:end].view(dtype).reshape(shape) for name, dtype, shape, start, end in tensors_in(path)}
+    """Map the tensors of a file by name."""
+    data, named = map_file(path), dict[str, Tensor]()
+    for name, dtype, shape, start, end in tensors_in(path):
+        part = data[start:end] if start % dtype.itemsize == 0 else data[start:end].clone()
+        named[name] = part.view(dtype).reshape(shape)
+    return named
 
 
 def _files(path: Path) -> list[Path]:
@@ -209,6 +216,8 @@ def mapped(path: Path, expected: Layout | None) -> dict[str, Tensor]:
                     named |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - not a mapping
                 else:
                     named = _in_file(file)
+        except FileNotFoundError:
+            raise WeightsMismatch(f"weights file {file} does not exist") from None
         except SafetensorError as error:
             raise WeightsMismatch(f"{file} is not a safetensors file: {error}") from None
     if expected is None:
