@@ -179,7 +179,7 @@ class SleepingVllm(SleepingEngine):
                 return self.models()
             case "/server_info":
                 settings = {"enable_sleep_mode": self.enabled}
-                return {"vllm_config": {"model_config": settings, "device_config": {"device_type": self.device}}}
+                return {"vllm_config": {"model_config": settings, "device_config": {"device": self.device}}}
             case "/inference/v1/generate":
                 return await self._generate(body)
         self.note(request, body, "method", "new_version", "lora_name")

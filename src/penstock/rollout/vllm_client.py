@@ -92,7 +92,7 @@ class ModelSettings(Struct):
 class DeviceSettings(Struct):
     """vLLM's settings of its device."""
 
-    device_type: str = ""
+    device: str | None = None
 
 
 class VllmSettings(Struct):
@@ -211,7 +211,7 @@ class VllmClient(EngineClient):
         path = "/server_info?config_format=json"
         info = await self._session.call("GET", self.url, path, None, ServerInfo, timeout_s=INFO_S)
         settings = info.vllm_config
-        if settings.model_config.enable_sleep_mode is False and settings.device_config.device_type != "cpu":
+        if settings.model_config.enable_sleep_mode is False and settings.device_config.device != "cpu":
             raise RolloutError(
                 self.url,
                 "cannot give its memory to the trainer, as scheduler.mode colocated needs: start it with "
