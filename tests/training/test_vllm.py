@@ -42,22 +42,40 @@ def test_it_reaches_what_our_own_engine_reaches(tmp_path: Path) -> None:
     assert leftovers(run_dir) == []
 
 
-def test_it_serves_the_adapters_that_the_trainer_publishes(tmp_path: Path) -> None:
-    """Training begins with a checkpoint, which vLLM loads by itself. At the seventh update it unloads old adapters."""
-    begun = train("quickstart", tmp_path / "begun", *SETTINGS, "trainer.steps=2", *SHORT, timeout_s=600)
+def with_adapters(runs: Path, *overrides: str) -> dict[str, Any]:
+    """Return the summary of a run that begins with a checkpoint, which vLLM loads by itself, and trains adapters."""
+    begun = train("quickstart", runs.with_name("begun"), *SETTINGS, "trainer.steps=2", *SHORT, timeout_s=600)
     assert begun.returncode == 0, begun.stdout + begun.stderr
-    start = only_run(tmp_path / "begun") / "checkpoints" / "step_2"
-    found = summary(
+    start = only_run(runs.with_name("begun")) / "checkpoints" / "step_2"
+    return summary(
         "vllm",
-        tmp_path / "adapters",
+        runs,
         *(f"rollout.python={PYTHON}", f"model.path={start}", "model.warm_start.steps=0"),
         *("trainer.lora={rank: 4, alpha: 8}", "trainer.learning_rate=5e-3", "trainer.warmup_steps=0"),
-        *("trainer.steps=14", "trainer.groups_per_step=8", "trainer.canaries.parity_every=1", "data.eval_tasks=32"),
+        *("trainer.groups_per_step=8", "trainer.canaries.parity_every=1", "data.eval_tasks=32"),
+        *overrides,
     )
+
+
+def test_it_serves_the_adapters_that_the_trainer_publishes(tmp_path: Path) -> None:
+    """At the seventh update it unloads old adapters."""
+    found = with_adapters(tmp_path / "adapters", "trainer.steps=14")
     run_dir = only_run(tmp_path / "adapters")
     steps = lines(run_dir / "metrics.jsonl")
     assert found["kl_engine_trainer"] < 1e-4 and max(step["parity_gap_max"] for step in steps) < 1e-2
     assert sum(step["grad_norm"] > 0 for step in steps) > 10 and sum(step["kl_tokens"] > 0 for step in steps) > 1
     log = (run_dir / "logs" / "rollout-0.log").read_text()
     assert "Loaded new LoRA adapter: name 'policy-14'" in log and "Removed LoRA adapter: name 'policy-5'" in log
+    assert leftovers(run_dir) == []
+
+
+def test_it_takes_turns_with_the_trainer_and_gets_adapters_alone(tmp_path: Path) -> None:
+    """On a CPU its sleep frees nothing."""
+    turns = "scheduler={mode: colocated, max_staleness: 0}"
+    found = with_adapters(tmp_path / "turns", "trainer.steps=5", turns)
+    run_dir = only_run(tmp_path / "turns")
+    assert found["kl_engine_trainer"] < 1e-4 and found["staleness_max"] == 0
+    log = (run_dir / "logs" / "rollout-0.log").read_text()
+    assert all(f"Loaded new LoRA adapter: name 'policy-{version}'" in log for version in range(6))
+    assert all(f"Removed LoRA adapter: name 'policy-{version}'" in log for version in range(4))
     assert leftovers(run_dir) == []
