@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from spread_run import Machines, SpreadRun
+from test_several_machines import LOOPBACK, STEPS, lived
 from test_training_run import EXAMPLES, SHORT, leftovers, lines, only_run, train
+
+from penstock.config import load_config
+from penstock.supervisor.supervisor import Outcome
 
 ENVIRONMENT = EXAMPLES.parent / ".venv-vllm"
 PYTHON = ENVIRONMENT / "bin" / "python"
@@ -40,6 +46,24 @@ def test_it_reaches_what_our_own_engine_reaches(tmp_path: Path) -> None:
     run_dir = only_run(tmp_path / "theirs")
     assert max(line["staleness_max"] for line in lines(run_dir / "metrics.jsonl")) >= 1
     assert leftovers(run_dir) == []
+
+
+async def test_on_another_machine_it_reads_the_file_that_came_there(tmp_path: Path) -> None:
+    """The weights come while it generates, and no folder is shared for them."""
+    example = load_config(EXAMPLES / "vllm" / "run.yaml")
+    rollout = example.rollout.model_dump(exclude_unset=True) | {"python": str(PYTHON), "servers": 1}
+    model = {"dtype": "float32", "tiny": example.model.tiny.model_dump(exclude_unset=True)}
+    run = SpreadRun(tmp_path, Machines(LOOPBACK), steps=STEPS, model=model, rollout=rollout, ready_timeout_s=300.0)
+
+    async def nothing(_: asyncio.Task[Outcome]) -> None:
+        """Nothing is lost."""
+
+    await lived(run, nothing, limit_s=560)
+    steps = lines(run.run_dir / "metrics.jsonl")
+    assert all(step["servers_by_transport"] == {"collective": 1} for step in steps)
+    gaps = [step["kl_engine_trainer"] for step in steps if step["kl_engine_trainer"] is not None]
+    assert max(gaps) < 1e-4, "labels name the weights that sampled"
+    assert not list((run.run_dir / "weights").glob("*"))
 
 
 def with_adapters(runs: Path, *overrides: str) -> dict[str, Any]:
