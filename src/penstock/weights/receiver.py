@@ -119,7 +119,7 @@ class Receiver:
             self.check_place(Path(handle.path))
             self.transport, self.path = "shared_memory", Path(handle.path)
             return receive(handle, expected)
-        if expected is not None and not 0 < handle.num_bytes <= (most := _max_bytes(expected)):
+        if expected is not None and handle.num_bytes > (most := _max_bytes(expected)):
             raise WeightsMismatch(f"weights of this model have at most {most} bytes, not {handle.num_bytes}")
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = self._directory / _file_name(handle)
@@ -145,7 +145,9 @@ class Receiver:
                 raise WeightsMismatch(f"{path} is not where this run publishes weights ({shown})")
 
     def _check(self, handle: WeightsHandle) -> None:
-        """Check the words of a handle, of which file names and requests are made. Raises `WeightsMismatch`."""
+        """Check the values of a handle, of which file names and requests are made. Raises `WeightsMismatch`."""
+        if handle.num_bytes <= 0:
+            raise WeightsMismatch(f"`num_bytes` of a weights handle must be positive, not {handle.num_bytes}")
         for name, form in (("fingerprint", FINGERPRINT), ("machine", MACHINE), ("meeting", MEETING)):
             if not form.fullmatch(getattr(handle, name)):
                 raise WeightsMismatch(f"`{name}` of a weights handle does not have the form {form.pattern}")
