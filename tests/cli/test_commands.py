@@ -246,6 +246,7 @@ def test_what_is_missing_is_said_before_anything_starts(
         ("trainer.lora.rank=8", "peft", "trainer.lora needs the package peft: pip install 'penstock[lora]'"),
         ("observe.trackers=[wandb]", "wandb", "pip install 'penstock[wandb]'"),
         ("observe.trackers=[tensorboard]", "tensorboardX", "pip install 'penstock[tensorboard]'"),
+        ("observe.trackers=[mlflow]", "mlflow", "pip install 'penstock[mlflow]'"),
         ("seed=0", "reasoning_gym", "data.source needs the package reasoning_gym: pip install 'penstock[tasks]'"),
     ],
 )
@@ -257,6 +258,17 @@ def test_a_missing_package_is_named_before_anything_starts(
     result = penstock("train", config, override)
     assert result.exit_code == 1 and remedy in " ".join(result.stderr.split())
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_tracker_that_has_no_place_to_send_to_is_refused(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda name: name)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    result = penstock("train", config, "observe.trackers=[mlflow]", "observe.tracker_upload=true")
+    said = " ".join(result.stderr.split())
+    assert result.exit_code == 1 and "mlflow does not know where to send the points" in said
+    assert "MLFLOW_TRACKING_URI" in said and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

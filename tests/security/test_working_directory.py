@@ -19,7 +19,7 @@ from penstock.cluster.connection import connected
 from penstock.config import Config, ConfigError
 from penstock.config.imports import MATPLOTLIB, away_from_foreign, check_closed, import_named, is_there, load
 from penstock.envs.worker_pool import ANSWERER
-from penstock.observe.trackers import WANDB
+from penstock.observe.tracker_libraries import SETTINGS_FILES
 from penstock.ports.process_launcher import ProcessSpec
 from penstock.processes.foreign_server import environment
 from penstock.runtime.child_process import ChildProcess
@@ -157,10 +157,10 @@ def test_packages_do_not_read_settings_of_others_here(here: Path, prepare: Calla
 def test_a_folder_of_others_with_settings_is_left_too(here: Path) -> None:
     (here / "wandb").mkdir()
     (here / "wandb" / "settings").write_text("[default]")
-    with away_from_foreign(*WANDB):
+    with away_from_foreign(*SETTINGS_FILES):
         assert Path.cwd() == here
     (here / "wandb").chmod(0o777)
-    with away_from_foreign(*WANDB):
+    with away_from_foreign(*SETTINGS_FILES):
         assert Path.cwd() == Path("/")
 
 

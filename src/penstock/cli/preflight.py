@@ -44,6 +44,10 @@ PUBLISHED = 4
 """Most versions of the weights in shared memory: those that the publisher keeps, and the next one."""
 WITH_OPTIMIZER = 12
 """Bytes of a trained parameter in a checkpoint."""
+TRACKERS = {name: name for name in ("wandb", "trackio", "mlflow", "swanlab")} | {"tensorboard": "tensorboardX"}
+"""Package of each tracker. Its extra has the tracker's name."""
+UPLOADS_TO = {"trackio": ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"), "mlflow": ("MLFLOW_TRACKING_URI",)}
+"""Environment variables of which one must say where a tracker's service is. The others have a service of their own."""
 LEAST_MEMORY_BYTES = 32 * MIB
 """Shared memory for a tiny model's weights."""
 
@@ -113,8 +117,7 @@ def check_packages(config: Config) -> None:
     rewards = {settings.reward for settings in config.environments.by_key.values()}
     for is_needed, key, package, extra in (
         (config.trainer.lora is not None, "trainer.lora", "peft", "lora"),
-        ("tensorboard" in config.observe.trackers, "observe.trackers", "tensorboardX", "tensorboard"),
-        ("wandb" in config.observe.trackers, "observe.trackers", "wandb", "wandb"),
+        *((name in config.observe.trackers, "observe.trackers", TRACKERS[name], name) for name in TRACKERS),
         ("reasoning_gym" in sources, "data.source", "reasoning_gym", "tasks"),
         ("huggingface" in sources, "data.source", "datasets", "huggingface"),
         ("math" in rewards, "env.reward", "math_verify", "math"),
@@ -123,6 +126,13 @@ def check_packages(config: Config) -> None:
     ):
         if is_needed and find_spec(package) is None:
             raise Refused(f"{key} needs the package {package}: pip install 'penstock[{extra}]'")
+    for tracker in config.observe.trackers if config.observe.tracker_upload else ():
+        variables = UPLOADS_TO.get(tracker, ())
+        if variables and not any(os.environ.get(name) for name in variables):
+            raise Refused(
+                f"observe.tracker_upload: {tracker} does not know where to send the points: set the environment "
+                f"variable {' or '.join(variables)}, or set observe.tracker_upload to false"
+            )
 
 
 def check_sandbox(config: Config) -> None:

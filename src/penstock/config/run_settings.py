@@ -181,8 +181,16 @@ class ObserveConfig(Section):
     progress: bool = True
     """Show live progress in the terminal."""
     plots: bool = True
-    trackers: list[Literal["tensorboard", "wandb"]] = Field(default_factory=list)
-    """Trackers that also get the metrics of every step, written into the run's directory."""
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]] = Field(default_factory=list)
+    """Trackers that get an overview of the metrics of every step. They write into the run's directory, unless
+    `tracker_upload` is set."""
+    tracker_project: str = Field("penstock", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    """Name of the project, or experiment, in the trackers. It is kept for the whole life of the run."""
+    tracker_name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$")
+    """Name of the run in the trackers; the run's id if unset. It is kept for the whole life of the run."""
+    tracker_upload: bool = False
+    """Send the points to the trackers' own services, with their own variables: WANDB_API_KEY, SWANLAB_API_KEY,
+    TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, MLFLOW_TRACKING_URI. TensorBoard has no service."""
     samples: int = Field(5, ge=0)
     """Number of held-out tasks for which the closing report shows the answers before and after training."""
     trajectories: int = Field(20, ge=0)

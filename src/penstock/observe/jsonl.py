@@ -73,13 +73,15 @@ def tail(path: str | Path, num_bytes: int) -> list[dict[str, Any]]:
 class Follower:
     """Reads a growing file in pieces, never past the last complete line."""
 
-    def __init__(self, path: str | Path) -> None:
-        self._path, self._offset = path, 0
+    def __init__(self, path: str | Path, offset: int = 0) -> None:
+        """`offset`: where the first record begins, in bytes."""
+        self._path, self.offset = path, offset
 
-    def read_new(self) -> list[dict[str, Any]]:
-        """Return the records that were completed since the last call."""
-        data = _read_from(self._path, self._offset)
-        self._offset += data.rfind(b"\n") + 1
+    def read_new(self, max_bytes: int = -1) -> list[dict[str, Any]]:
+        """Return the records that were completed since the last call; at most those within the next `max_bytes`, if it
+        is not negative."""
+        data = _read_from(self._path, self.offset, max_bytes)
+        self.offset += data.rfind(b"\n") + 1
         return _records(data)
 
 
@@ -114,11 +116,11 @@ def _is_torn(fd: int) -> bool:
     return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
-def _read_from(path: str | Path, offset: int) -> bytes:
-    """Return the bytes after `offset`; none if there is no such file."""
+def _read_from(path: str | Path, offset: int, max_bytes: int) -> bytes:
+    """Return the bytes after `offset`, at most `max_bytes` if it is not negative; none if there is no such file."""
     with suppress(FileNotFoundError), open_plain(Path(path)) as file:
         file.seek(offset)
-        return file.read()
+        return file.read(max_bytes)
     return b""
 
 

@@ -18,7 +18,6 @@ from penstock.observe.evaluation_results import means_of_metrics, results
 from penstock.observe.jsonl import JsonLinesWriter
 from penstock.observe.log_lines import Paced, pairs
 from penstock.observe.summary import PLAYED, deviation, mean
-from penstock.observe.trackers import Tracker
 from penstock.ports.group_records import GroupRecord
 from penstock.ports.observer import BusySpan, Observer, Scheduling
 from penstock.types import NO_VERSION, EpisodeState, EpisodeSummary, LearnerState, Summaries, Task, WeightsTransport
@@ -79,8 +78,7 @@ class Recorder(Observer):
     """Collects figures between steps and writes them at steps. Running totals continue from the end of the file. All
     times are seconds since the epoch."""
 
-    def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
-        self._trackers = trackers
+    def __init__(self, run_dir: Path) -> None:
         lines = jsonl.tail(run_dir / "metrics.jsonl", LAST_LINE_BYTES)
         self._results_path = run_dir / PLAYED
         self._before: Mapping[str, Any] = {**(lines[-1] if lines else {}), **jsonl.read_json(self._results_path)}
@@ -292,8 +290,6 @@ class Recorder(Observer):
         self._metrics.write(line)
         self._log_step(line)
         self._latest_step = line["step"]
-        for tracker in self._trackers:
-            tracker.log(line["step"], {name: value for name, value in line.items() if isinstance(value, int | float)})
         self._finished.clear()
         self._evaluated.clear()
 
@@ -338,8 +334,6 @@ class Recorder(Observer):
             self.event("process_totals", process=name, **sums, counters=dict(process.counters))
         for writer in (self._metrics, self._events, self._timeline):
             writer.close()
-        for tracker in self._trackers:
-            tracker.close()
 
     def _groups_from_outside(self) -> Counter[str]:
         """Return the numbers of groups that external environments delivered, by outcome of the delivery."""

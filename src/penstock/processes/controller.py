@@ -20,7 +20,7 @@ from penstock.control.runtime_files import ServerKeys
 from penstock.data.sources import FirstTasks, MixedTasks, TaskStream, held_out_tasks, open_tasks
 from penstock.deadline import Stall, Stalled, alongside, deadline, first, reporting_to, warn_if_stalled, write_to_log
 from penstock.observe.recorder import Recorder
-from penstock.observe.trackers import open_trackers
+from penstock.observe.trackers import Trackers
 from penstock.ports.environment import TaskSource
 from penstock.ports.training import TrainerLost
 from penstock.processes.bus_client import COSTS
@@ -39,7 +39,7 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.store.experience_pool import ExperiencePool
 from penstock.store.index import read_groups
 from penstock.supervisor.child import Child, leaf
-from penstock.supervisor.run_directory import publishable
+from penstock.supervisor.run_directory import publishable, tracker_identity
 from penstock.supervisor.run_journal import read_state
 from penstock.supervisor.states import ProcessState
 from penstock.system import System
@@ -57,6 +57,8 @@ JOINING = 2.0
 supervisor can say why a process is not ready."""
 DATA_S = 1800.0
 """Limit for opening the tasks, or for learning lengths from another run. The files may be large, and on a network."""
+END_TRACKERS_S = 45.0
+"""Limit for the trackers to end; they end by themselves before."""
 FIT_S = 300.0
 """Seconds that fitting a length predictor may take before a stall is reported."""
 
@@ -244,8 +246,7 @@ async def serve(child: Child) -> None:
         steps=config.trainer.steps,
         seed=config.seed,
     )
-    trackers = open_trackers(config.observe.trackers, child.run_dir, publishable(config))
-    recorder = Recorder(child.run_dir, trackers)
+    recorder, trackers = Recorder(child.run_dir), open_trackers(child.run_dir, config)
     controller = Controller(config, child, recorder)
     rollout = config.rollout
     ServerKeys(api_key=rollout.api_key or "", admin_api_key=rollout.admin_api_key or "").write(child.runtime_dir)
@@ -263,9 +264,23 @@ async def serve(child: Child) -> None:
     finally:
         controller.bus.close()
         recorder.close()
+        async with deadline(END_TRACKERS_S, waiter="controller", resource="its trackers", holder="their libraries"):
+            await asyncio.to_thread(trackers.close)
         child.totals = recorder.totals
         if controller.system:
             controller.system.pool.close()
+
+
+def open_trackers(run_dir: Path, config: Config) -> Trackers:
+    """Return the trackers of the run. They continue the tracker runs that state.json names."""
+    return Trackers(
+        config.observe.trackers,
+        run_dir,
+        identity=(read_state(run_dir) or {}).get("tracking") or tracker_identity(config, run_dir.name),
+        uploads=config.observe.tracker_upload,
+        axis="policy_version" if config.has_trainer else "step",
+        config=publishable(config),
+    )
 
 
 async def work(child: Child, config: Config, controller: Controller, recorder: Recorder) -> None:

@@ -62,6 +62,13 @@ def new_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
+def tracker_identity(config: Config, run_id: str) -> dict[str, str]:
+    """Return project, name and id of a new run in the trackers. The id is unique, so that a run that is begun again
+    under the name of a removed one does not continue it."""
+    name = config.observe.tracker_name or run_id
+    return {"project": config.observe.tracker_project, "name": name, "id": f"{name}-{secrets.token_hex(4)}"}
+
+
 def existing_parent(directory: Path) -> Path:
     """Return `directory` if it exists, else its nearest existing parent."""
     directory = directory.absolute()
@@ -112,6 +119,7 @@ def open_run(config: Config) -> Iterator[OpenRun]:
         jsonl.write_json(run_dir / LINEAGE, begun_with)
         runtime_dir = runtime_path(run_id)
         journal = RunJournal.create(run_dir, run_id=run_id, runtime_dir=runtime_dir)
+        journal.keep(tracking=tracker_identity(config, run_id))
         yield OpenRun(run_dir=run_dir, runtime_dir=runtime_dir, config=config, journal=journal)
 
 
@@ -190,6 +198,7 @@ def reopen_run(run_dir: Path, overrides: Sequence[str]) -> Iterator[OpenRun]:
         runtime_dir = runtime_path(journal.run_id)
         reason = f"resumed with {resumption.changed}" if resumption.changed else "resumed"
         journal.begin_again(runtime_dir=runtime_dir, reason=reason)
+        journal.keep(tracking=tracker_identity(resumption.config, journal.run_id))
         yield OpenRun(run_dir=run_dir, runtime_dir=runtime_dir, config=resumption.config, journal=journal)
 
 

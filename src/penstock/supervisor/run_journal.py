@@ -74,6 +74,11 @@ class RunJournal:
     def run_id(self) -> str:
         return str(self._document["run_id"])
 
+    def keep(self, **facts: Any) -> None:
+        """Store facts that stay the same in all lives of the run, unless an earlier life has stored them."""
+        self._document = {**facts, **self._document}
+        self._save()
+
     def begin_again(self, *, runtime_dir: Path, reason: str) -> None:
         """Begin another life of the run, which this process owns."""
         latest = jsonl.tail(self._run_dir / "events.jsonl", LAST_EVENT_BYTES)
