@@ -76,6 +76,8 @@ def check(config: Config) -> None:
     if config.rollout.port and config.num_servers and not config.rollout.urls and config.cluster.address is None:
         for number in range(config.rollout.servers):
             check_port(config.rollout.host, config.rollout.port + number)
+    if config.observe.metrics_port:
+        check_port(config.observe.metrics_host, config.observe.metrics_port, prefix="observe.metrics_")
     if config.policy.name == "openai":
         check_endpoint(config.policy)
 
@@ -273,17 +275,18 @@ def check_engine(engine: str, python: str) -> None:
         raise Refused(f"rollout.python: {python} has no package {engine}; {remedy}")
 
 
-def check_port(host: str, port: int) -> None:
-    """Check that a server could listen on the port. The server may still fail to listen later. Raises `Refused`."""
+def check_port(host: str, port: int, *, prefix: str = "rollout.") -> None:
+    """Check that a server could listen on the port. It may still fail to listen later. `prefix`: of the settings
+    for host and port. Raises `Refused`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise Refused(f"rollout.host: {host} cannot be resolved ({error.strerror}); use 127.0.0.1") from None
+        raise Refused(f"{prefix}host: {host} cannot be resolved ({error.strerror}); use 127.0.0.1") from None
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError as error:
             raise Refused(
-                f"rollout.port: cannot listen on {host}:{port} ({error.strerror}); choose another, or 0 for a free one"
+                f"{prefix}port: cannot listen on {host}:{port} ({error.strerror}); choose another, or 0 for a free one"
             ) from None

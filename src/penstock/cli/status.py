@@ -148,6 +148,7 @@ def status(run_dir: Path) -> Document:
         "processes": processes(short["status"], state, events),
         "progress": view.progress,
         "ledger": view.latest.get("ledger", {}),
+        "metrics_url": metrics_url(events),
         "servers_by_transport": view.latest.get("servers_by_transport", {}),
         "groups_dropped": view.played.get("groups_dropped", view.latest.get("groups_dropped", {})),
         "refused_requests": view.played.get("refused_requests_total", 0),
@@ -216,6 +217,11 @@ def _measure(rows: Sequence[Document]) -> None:
             row["cpu_seconds"] = round(times.user + times.system, 2)
             row["age_seconds"] = round(time.time() - process.create_time(), 1)
             row["rss_bytes"] = process.memory_info().rss
+
+
+def metrics_url(events: Sequence[Document]) -> str | None:
+    """Return the address at which Prometheus scrapes the run; None if there is none."""
+    return next((event.get("url") for event in reversed(events) if event.get("event") == "metrics"), None)
 
 
 def _attached(events: Sequence[Document]) -> list[str]:

@@ -56,6 +56,7 @@ def _headline(status: Document) -> Table:
             ("environment", str(status["environment"] or "-")),
             ("started", f"{moment(status['started'])}, {clock(status['wall_seconds'])} of wall time"),
             ("files", status["run_dir"]),
+            *([("metrics", Text(visible(status["metrics_url"])))] if status["metrics_url"] else []),
         ]
     )
 

@@ -30,6 +30,8 @@ from penstock.types import UpdateMode
 ENDPOINT_REQUESTS = 32
 """Most requests to an endpoint at once, unless `scheduler.max_running` says another number."""
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
 
 class TinyModelConfig(Section):
     """The built-in policy: a small Qwen3-architecture model with a character-level tokenizer, created by the run."""
@@ -191,6 +193,10 @@ class ObserveConfig(Section):
     tracker_upload: bool = False
     """Send the points to the trackers' own services, with their own variables: WANDB_API_KEY, SWANLAB_API_KEY,
     TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, MLFLOW_TRACKING_URI. TensorBoard has no service."""
+    metrics_port: int | None = Field(None, ge=0, le=65535)
+    """Port at which Prometheus can scrape the whole run, at `/metrics`; 0 lets the system choose. None serves none."""
+    metrics_host: str = "127.0.0.1"
+    """Address of this endpoint. Clients of another address than loopback must send `rollout.api_key`."""
     samples: int = Field(5, ge=0)
     """Number of held-out tasks for which the closing report shows the answers before and after training."""
     trajectories: int = Field(20, ge=0)
@@ -462,7 +468,12 @@ class Config(Section):
                 "rollout.urls: on a cluster the trainer sends weights over the network to any client with the servers' "
                 "key: start them with one, and set it here through the environment variable PENSTOCK_API_KEY"
             )
-        if rollout.host not in ("127.0.0.1", "localhost", "::1") and not rollout.api_key:
+        if self.observe.metrics_host not in LOOPBACK and self.observe.metrics_port is not None and not rollout.api_key:
+            yield (
+                f"observe.metrics_host {self.observe.metrics_host} is reachable from outside: set rollout.api_key "
+                "through the environment variable PENSTOCK_API_KEY, or use 127.0.0.1"
+            )
+        if rollout.host not in LOOPBACK and not rollout.api_key:
             yield (
                 f"rollout.host {rollout.host} is reachable from outside: set rollout.api_key "
                 "through the environment variable PENSTOCK_API_KEY, or use 127.0.0.1"

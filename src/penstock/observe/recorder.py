@@ -65,13 +65,15 @@ TOTALS = ("episodes_total", "reward_total", "tokens_played_total", "tokens_train
 
 
 @dataclass(slots=True)
-class _Process:
+class Process:
     """Sums over all processes of this name since this recorder was opened."""
 
     role: str
     cpu_s: float = 0.0
     busy_s: float = 0.0
     counters: Counter[str] = field(default_factory=Counter)
+    heard_at: float = 0.0
+    """Time of the latest heartbeat, in seconds since the epoch; 0 before the first."""
 
 
 class Recorder(Observer):
@@ -83,13 +85,19 @@ class Recorder(Observer):
         self._results_path = run_dir / PLAYED
         self._before: Mapping[str, Any] = {**(lines[-1] if lines else {}), **jsonl.read_json(self._results_path)}
         """The last metrics line of an earlier controller, updated with the results it recorded after that line."""
+        self.latest: Mapping[str, Any] = self._before
+        """The latest metrics line of the run; empty before the first."""
+        self.evaluation: Mapping[str, Any] = {}
+        """The latest evaluation; empty before the first under this recorder."""
+        self.num_events: Counter[str] = Counter()
+        """Number of events under this recorder, by name."""
         self._latest_step: int | None = self._before.get("step")
         self._step_log = Paced(logger)
         self._opened = self._logged_at = time.monotonic()
         self._logged_tokens = self._before.get("tokens_generated_total", 0.0)
         names = ("metrics.jsonl", "events.jsonl", "timeline.jsonl")
         self._metrics, self._events, self._timeline = (JsonLinesWriter(run_dir / name) for name in names)
-        self._processes: dict[str, _Process] = {}
+        self.processes: dict[str, Process] = {}
         self._alarms = Alarms()
         self._finished: defaultdict[str, list[EpisodeSummary]] = defaultdict(list)
         """Completed episodes by tag, since the last step."""
@@ -118,6 +126,7 @@ class Recorder(Observer):
         if event not in LOGGED_ELSEWHERE:
             level = logging.WARNING if event in WARNINGS else logging.INFO
             logger.log(level, "%s: %s", event, pairs(details))
+        self.num_events[event] += 1
         self._events.write({"time": time.time(), "event": event, **details})
 
     def updated(self, num_servers: Mapping[WeightsTransport, int]) -> None:
@@ -146,13 +155,14 @@ class Recorder(Observer):
 
     def joined(self, name: str, role: str, *, url: str = "") -> None:
         """Record a new process; `url` is its address if it is a server."""
-        self._processes.setdefault(name, _Process(role)).role = role
+        self.processes.setdefault(name, Process(role)).role = role
         self.event("joined", name=name, role=role, **({"url": url} if url else {}))
 
     def heartbeat(
         self, name: str, *, cpu_s: float, busy_s: float, counters: Mapping[str, float], spans: Sequence[BusySpan]
     ) -> None:
-        process = self._processes.setdefault(name, _Process(name))
+        process = self.processes.setdefault(name, Process(name))
+        process.heard_at = time.time()
         process.cpu_s += cpu_s
         process.busy_s += busy_s
         process.counters.update(counters)
@@ -168,12 +178,12 @@ class Recorder(Observer):
     @property
     def cpu_s(self) -> float:
         """Return the processor time of all processes that have joined, under this controller."""
-        return sum(process.cpu_s for process in self._processes.values())
+        return sum(process.cpu_s for process in self.processes.values())
 
     def server_counters(self, prefix: str) -> dict[str, float]:
         """Return the sums over all servers of the counters with this prefix, by the rest of their names."""
         sums: Counter[str] = Counter()
-        for process in self._processes.values():
+        for process in self.processes.values():
             if process.role == "rollout":
                 sums.update(
                     {name.removeprefix(prefix): n for name, n in process.counters.items() if name.startswith(prefix)}
@@ -261,17 +271,9 @@ class Recorder(Observer):
 
     def _line(self, step: int) -> dict[str, Any]:
         """Return the figures that every line has."""
-        servers, workers = self._of("rollout"), self._of("env")
         figures = _figures([episode for episodes in self._finished.values() for episode in episodes])
         for tag, episodes in self._finished.items():
             figures |= {f"{name}/{tag}": value for name, value in _figures(episodes).items()}
-        sums = {
-            "wall_s": time.monotonic() - self._opened,
-            "tokens_generated_total": sum(each.counters["tokens"] for each in servers),
-            **{f"{name}_total": sum(each.counters[name] for each in workers) for name in COUNTED_BY_WORKERS},
-            "generator_busy_s": sum(each.busy_s for each in servers),
-            "cpu_s": time.process_time() + sum(process.cpu_s for process in self._processes.values()),
-        }
         return {
             "step": step,
             "time": time.time(),
@@ -279,17 +281,39 @@ class Recorder(Observer):
             "episodes_total": self._totals["episodes_total"],
             **figures,
             **self._evaluated,
-            **self._with_earlier_lives(sums),
-            "num_servers": len(servers),
+            **self.sums(),
+            "num_servers": len(self._of("rollout")),
             "servers_by_transport": dict(self._updated),
             "groups_dropped": dict(self._dropped),
             "frames_dropped": dict(self.frames_dropped),
         }
 
+    def sums(self) -> dict[str, float]:
+        """Return sums over all processes and all lives of the run, up to this moment."""
+        servers, workers = self._of("rollout"), self._of("env")
+        sums = {
+            "wall_s": time.monotonic() - self._opened,
+            "tokens_generated_total": sum(each.counters["tokens"] for each in servers),
+            **{f"{name}_total": sum(each.counters[name] for each in workers) for name in COUNTED_BY_WORKERS},
+            "generator_busy_s": sum(each.busy_s for each in servers),
+            "cpu_s": time.process_time() + sum(process.cpu_s for process in self.processes.values()),
+        }
+        return self._with_earlier_lives(sums)
+
+    def counts(self) -> dict[str, dict[str, float]]:
+        """Return counts over all lives of the run, up to this moment, by what they count and by reason."""
+        return {
+            "groups_dropped": dict(self._dropped),
+            "samples_unusable": dict(self._skipped),
+            "frames_dropped": dict(self.frames_dropped),
+            "groups_failed": {"": self._groups_failed},
+            **{name: {"": total} for name, total in self._totals.items()},
+        }
+
     def _write(self, line: Mapping[str, Any]) -> None:
         self._metrics.write(line)
         self._log_step(line)
-        self._latest_step = line["step"]
+        self._latest_step, self.latest = line["step"], line
         self._finished.clear()
         self._evaluated.clear()
 
@@ -320,7 +344,7 @@ class Recorder(Observer):
             for task, episodes in list(zip(tasks, played, strict=True))[:shown]
         ]
         found = results(tasks, played, solved_at=solved_at)
-        self._held_out = None
+        self._held_out, self.evaluation = None, {"step": step, **found}
         self._write_results()  # first, so that no reader takes the validation for running
         self.event("evaluation", when=when, step=step, **found, samples=samples)
         of_tags = {f"eval_reward/{tag}": figures["reward"] for tag, figures in found["tags"].items()}
@@ -329,7 +353,7 @@ class Recorder(Observer):
     def close(self) -> None:
         """Write every process's totals, then close the files."""
         self._write_results()
-        for name, process in self._processes.items():
+        for name, process in self.processes.items():
             sums = {"role": process.role, "cpu_s": process.cpu_s, "busy_s": process.busy_s}
             self.event("process_totals", process=name, **sums, counters=dict(process.counters))
         for writer in (self._metrics, self._events, self._timeline):
@@ -342,8 +366,8 @@ class Recorder(Observer):
             counted.update({name: count for name, count in process.counters.items() if name.startswith("groups_")})
         return counted
 
-    def _of(self, role: str) -> list[_Process]:
-        return [process for process in self._processes.values() if process.role == role]
+    def _of(self, role: str) -> list[Process]:
+        return [process for process in self.processes.values() if process.role == role]
 
     def _with_earlier_lives(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return `sums` plus those of the earlier lives of the run."""

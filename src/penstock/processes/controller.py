@@ -28,6 +28,7 @@ from penstock.processes.dumping import open_dumps
 from penstock.processes.layout import TRAINER, roles_by_name
 from penstock.processes.pool_access import PayloadFetcher, pool_of_controller
 from penstock.processes.report_checks import check_alone, check_in_run, episodes_of
+from penstock.processes.run_metrics import metrics_endpoint
 from penstock.processes.searching import ProcessSearcher
 from penstock.processes.worker_registry import WorkerRegistry
 from penstock.recovery import MAX_LEARNED_GROUPS
@@ -253,7 +254,11 @@ async def serve(child: Child) -> None:
     child.report_ready()
     try:
         with reporting_to(controller.record_stall):
-            async with alongside(controller.bus.run(), controller.watch_registry()), asyncio.TaskGroup() as tasks:
+            async with (
+                metrics_endpoint(config, child.run_dir, recorder),
+                alongside(controller.bus.run(), controller.watch_registry()),
+                asyncio.TaskGroup() as tasks,
+            ):
                 working = tasks.create_task(work(child, config, controller, recorder))
                 await first(stop.wait(), asyncio.wait([working]))
                 if not working.done():
