@@ -281,6 +281,15 @@ def test_the_keys_of_the_document_are_the_same_in_every_state(tmp_path: Path) ->
     assert ask(running)["progress"].keys() == ask(failed)["progress"].keys()
 
 
+@pytest.mark.parametrize(("status", "is_shown"), [("running", True), ("completed", False)])
+def test_the_address_for_prometheus_is_shown_while_it_answers(tmp_path: Path, status: str, is_shown: bool) -> None:
+    run_dir = make_run(tmp_path / "a", status)
+    for port in (1, 2):  # of a controller that died, and of the next one
+        note(run_dir, "metrics", url=f"http://127.0.0.1:{port}/metrics")
+    assert ask(run_dir)["metrics_url"] == ("http://127.0.0.1:2/metrics" if is_shown else None)
+    assert ("http://127.0.0.1:2/metrics" in penstock("status", run_dir).stdout) == is_shown
+
+
 def test_watching_ends_with_the_run(tmp_path: Path) -> None:
     assert "completed" in penstock("status", make_run(tmp_path / "a", "completed"), "--watch").stdout
 

@@ -148,7 +148,7 @@ def status(run_dir: Path) -> Document:
         "processes": processes(short["status"], state, events),
         "progress": view.progress,
         "ledger": view.latest.get("ledger", {}),
-        "metrics_url": metrics_url(events),
+        "metrics_url": None if has_ended(short["status"]) else metrics_url(events),
         "servers_by_transport": view.latest.get("servers_by_transport", {}),
         "groups_dropped": view.played.get("groups_dropped", view.latest.get("groups_dropped", {})),
         "refused_requests": view.played.get("refused_requests_total", 0),

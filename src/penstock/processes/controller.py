@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -269,8 +270,9 @@ async def serve(child: Child) -> None:
     finally:
         controller.bus.close()
         recorder.close()
-        async with deadline(END_TRACKERS_S, waiter="controller", resource="its trackers", holder="their libraries"):
-            await asyncio.to_thread(trackers.close)
+        with suppress(Stalled):  # trackers never fail a run
+            async with deadline(END_TRACKERS_S, waiter="controller", resource="its trackers", holder="their libraries"):
+                await asyncio.to_thread(trackers.close)
         child.totals = recorder.totals
         if controller.system:
             controller.system.pool.close()
