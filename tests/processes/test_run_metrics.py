@@ -71,6 +71,7 @@ async def test_one_target_has_the_run_and_all_of_its_processes(tmp_path: Path) -
     assert found["penstock_run_samples_unusable_total", "too_long"] == 2
     assert found["penstock_run_episodes_by_state", "ready"] == 3
     assert found["penstock_process_busy_seconds_total", "rollout-0", "rollout"] == 2
+    assert found["penstock_process_cpu_seconds_total", "controller", "controller"] > 0
     assert found["penstock_process_up", "trainer-0", "trainer"] == 1
     assert found["penstock_process_restarts_total", "trainer-0", "trainer"] == 2
     assert ("penstock_run_loss",) not in found, "an unknown number has no sample"

@@ -18,6 +18,15 @@ from penstock.supervisor.run_journal import RunJournal, is_supervised, owner_of,
 from penstock.supervisor.states import IllegalTransition, ProcessState, RunState
 
 
+def test_facts_that_are_kept_are_those_of_the_first_life(tmp_path: Path) -> None:
+    RunJournal.create(tmp_path, run_id="r", runtime_dir=tmp_path).keep(tracking={"id": "first"})
+    again = RunJournal.load(tmp_path)
+    again.begin_again(runtime_dir=tmp_path, reason="resumed")
+    again.keep(tracking={"id": "second"}, other=1)
+    state = read_state(tmp_path)
+    assert state is not None and (state["tracking"], state["other"], state["lives"]) == ({"id": "first"}, 1, 2)
+
+
 def test_the_snapshot_and_the_history_change_together(tmp_path: Path) -> None:
     record = RunJournal.create(tmp_path, run_id="r", runtime_dir=tmp_path / "runtime")
     record.move(RunState.STARTING, actor="supervisor")

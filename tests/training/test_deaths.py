@@ -77,7 +77,9 @@ def ended_well(run_dir: Path, num_steps: int) -> dict[str, Any]:
 @pytest.mark.long
 def test_every_process_may_die(tmp_path: Path) -> None:
     """One after the other, the next one when the run has gone on after the last."""
-    with started(tmp_path, *TWO_OF_EACH, "trainer.steps=20", "trainer.checkpoint_every=4") as run:
+    pytest.importorskip("tensorboardX")
+    tracked = "observe.trackers=[tensorboard]"
+    with started(tmp_path, *TWO_OF_EACH, "trainer.steps=20", "trainer.checkpoint_every=4", tracked) as run:
         for number, victim in enumerate(("env-0", "rollout-1", "trainer-0", "controller"), start=1):
             wait_until(run, lambda number=number: has_steps(tmp_path, 3 * number))  # type: ignore[misc]
             run_dir = only_run(tmp_path)
@@ -92,6 +94,9 @@ def test_every_process_may_die(tmp_path: Path) -> None:
     assert exits == ["env-0", "rollout-1", "trainer-0", "controller"]
     assert {event["event"] for event in events} >= {"rewound", "adopted", "server_back"}
     check_logs(run_dir, TRAINER_DIES)
+    tracker = json.loads((run_dir / "trackers" / "tensorboard.json").read_text())
+    assert tracker["metrics"] == (run_dir / "metrics.jsonl").stat().st_size, "the tracker has every point"
+    assert tracker["x"] == summary["policy_version"]
 
 
 @pytest.mark.long

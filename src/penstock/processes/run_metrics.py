@@ -8,6 +8,7 @@ process; a rollout server's own endpoint has more about that server, under other
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from starlette.responses import Response
 
 from penstock.config import Config
 from penstock.config.run_settings import LOOPBACK
+from penstock.control.bus import CONTROLLER
 from penstock.observe.recorder import COUNTED_BY_WORKERS, Recorder
 from penstock.rollout.app import ApiKeys, App
 from penstock.rollout.http import Route
@@ -132,12 +134,12 @@ class RunMetrics(Collector):
     def _of_processes(self) -> Iterator[Metric]:
         heard = self._recorder.processes
         labels = {name: {"process": name, "role": process.role} for name, process in heard.items()}
-        for name, text, key in (
-            ("cpu_seconds", "Processor time, over all processes of this name since the controller started.", "cpu_s"),
-            ("busy_seconds", "Time of useful model compute, since the controller started.", "busy_s"),
-        ):
-            samples = [(labels[each], getattr(process, key)) for each, process in heard.items()]
-            yield _counter(f"penstock_process_{name}", text, samples)
+        since = "over all processes of this name since the controller started."
+        used = [({"process": CONTROLLER, "role": CONTROLLER}, time.process_time())]
+        used += [(labels[name], process.cpu_s) for name, process in heard.items()]
+        yield _counter("penstock_process_cpu_seconds", f"Processor time, {since}", used)
+        busy = [(labels[name], process.busy_s) for name, process in heard.items()]
+        yield _counter("penstock_process_busy_seconds", f"Time of useful model compute, {since}", busy)
         beats = [(labels[name], process.heard_at) for name, process in heard.items() if process.heard_at]
         yield _gauge("penstock_process_last_heartbeat_timestamp_seconds", "Time of the latest heartbeat.", beats)
         known = (read_state(self._run_dir) or {}).get("processes", {})
