@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tiny_policy import make_request
 
-from penstock.rollout.admission import PREFILL_TOKENS, AdmissionQueue
+from penstock.rollout.admission import MOST_OVERTAKING, PREFILL_TOKENS, AdmissionQueue
 from penstock.rollout.prefix_cache import BLOCK_TOKENS, Node, PrefixCache
 from penstock.rollout.slot_rows import RunningRequest
 
@@ -76,3 +76,26 @@ def test_leaving_gives_back_what_never_started() -> None:
     assert [sequence.index for sequence in line.remove(running)] == [1, 2]
     assert line.remove(running) == []
     assert line.num_samples == 0
+
+
+def test_cached_prompts_overtake_the_first_one_a_bounded_number_of_times() -> None:
+    memory = Unlimited()
+    line = AdmissionQueue(memory, num_slots=16, eos_ids=frozenset())
+    known = [7] * 2 * BLOCK_TOKENS
+    memory.prefixes.add(known)
+    for rid, prompt in (("a", [5] * 9), ("b", [6] * 9), *((f"known {i}", [*known, i]) for i in range(20))):
+        line.add(RunningRequest(make_request(rid, prompt)))
+    order = [line.admit(1, 10_000)[0].running.request.rid for _ in range(22)]
+    at_once = MOST_OVERTAKING
+    assert order.index("a") == at_once and order.index("b") == 2 * at_once + 1
+    assert [rid for rid in order if rid not in ("a", "b")] == [f"known {i}" for i in range(20)]
+
+
+def test_a_prompt_that_was_evicted_overtakes_no_other() -> None:
+    memory = Unlimited()
+    line = AdmissionQueue(memory, num_slots=16, eos_ids=frozenset())
+    memory.prefixes.add([7] * 2 * BLOCK_TOKENS)
+    for rid, prompt in (("a", [5] * 9), ("known", [7] * 2 * BLOCK_TOKENS + [1]), ("mostly new", [7] * 90)):
+        line.add(RunningRequest(make_request(rid, prompt)))
+    memory.prefixes.clear()
+    assert [line.admit(1, 10_000)[0].running.request.rid for _ in range(3)] == ["a", "known", "mostly new"]

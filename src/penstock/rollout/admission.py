@@ -1,5 +1,8 @@
-"""The first-come-first-served queue of requests that wait for a slot and memory. It computes each prompt as rarely as
-possible.
+"""The queue of requests that wait for a slot and memory. It computes each prompt as rarely as possible.
+
+Requests are admitted in order of arrival, with one exception: a prompt that is mostly cached may overtake others that
+are not. So an episode continues while its keys and values are there, before other episodes begin and replace them. The
+first request of the queue is overtaken by at most `MOST_OVERTAKING` others. So no request waits forever.
 
 A prompt that begins with cached tokens reuses their keys and values. A prompt with more other tokens than one step may
 compute is computed in parts: each step computes a part, the prefix cache keeps it, and the next step finds it there.
@@ -7,18 +10,25 @@ compute is computed in parts: each step computes a part, the prefix cache keeps 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Protocol
 
-from penstock.rollout.prefix_cache import Node, PrefixCache
+from penstock.rollout.prefix_cache import Node, PrefixCache, WaitingPrompt
 from penstock.rollout.slot_rows import RunningRequest, SlotSequence
 from penstock.routed_experts import Record
 
 PREFILL_TOKENS = 4096
 """Prompt tokens that one step may add to its forward. This bounds memory and the delay of running sequences."""
+
+MOST_OVERTAKING = 8
+"""Number of requests that may overtake the first one of the queue. So a request waits for at most nine times as many
+admissions as there are requests before it."""
+
+RETURNED = -(2**62)
+"""Rank of the first sample that lost its slot. The first request that ever waited has rank 0."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,9 +112,16 @@ class AdmissionQueue:
         self._largest_batch = max(num_slots // 8, 1)
         self._eos_ids = eos_ids
         self._numbers = count()
-        self._line: deque[RunningRequest] = deque()
+        self._line: OrderedDict[RunningRequest, None] = OrderedDict()
+        self._cached: OrderedDict[RunningRequest, None] = OrderedDict()
+        """The requests in the line that were mostly cached when they arrived."""
+        self._num_overtaking = 0
+        """Number of requests that overtook the first one of the line."""
         self._returned: deque[SlotSequence] = deque()
         """Samples that lost their slot. They are admitted before all other samples."""
+        self._arrivals = count()
+        self._expected: dict[RunningRequest | SlotSequence, WaitingPrompt] = {}
+        """What the prefix cache knows of each of these requests and samples."""
 
     @property
     def num_samples(self) -> int:
@@ -118,20 +135,33 @@ class AdmissionQueue:
 
     def add(self, running: RunningRequest) -> None:
         """Append a request to the queue."""
-        self._line.append(running)
+        self._line[running] = None
+        self._expect(running, running.request.prompt_ids, next(self._arrivals))
+        if self._is_cached(running):
+            self._cached[running] = None
 
     def requeue(self, sequences: Iterable[SlotSequence]) -> None:
         """Put samples at the head of the queue, the oldest first. Their keys and values are computed again. Their
         tokens so far count as part of the prompt."""
+        for sequence in sequences:
+            self._expect(sequence, sequence.prompt_ids, RETURNED + sequence.number)
         self._returned = deque(sorted((*self._returned, *sequences), key=lambda sequence: sequence.number))
+
+    def _expect(self, waiting: RunningRequest | SlotSequence, prompt_ids: Sequence[int], rank: int) -> None:
+        self._expected[waiting] = self._prefixes.expect(prompt_ids, rank)
+
+    def _forget(self, waiting: RunningRequest | SlotSequence) -> None:
+        self._prefixes.forget(self._expected.pop(waiting))
 
     def remove(self, running: RunningRequest) -> list[SlotSequence]:
         """Remove a request from the queue and return its samples that have no slot."""
         mine = [sequence for sequence in self._returned if sequence.running is running]
+        for sequence in mine:
+            self._forget(sequence)
         if mine:
             self._returned = deque(sequence for sequence in self._returned if sequence.running is not running)
         if running.num_waiting:
-            self._line.remove(running)
+            self._leave(running)
             mine += self._start(running, running.num_waiting)
         return mine
 
@@ -144,7 +174,7 @@ class AdmissionQueue:
         budget, is_idle = PREFILL_TOKENS, free == self._num_slots
         while self._returned and free:
             sequence = self._returned[0]
-            prompt_ids = sequence.running.request.prompt_ids + sequence.token_ids
+            prompt_ids = sequence.prompt_ids
             admission = self._admission(sequence.running, prompt_ids, sequence.num_routed)
             num_blocks, _ = self._memory.needs(len(prompt_ids), admission.prefix)
             if num_blocks >= room and (admissions or not is_idle):
@@ -154,12 +184,14 @@ class AdmissionQueue:
             if self._has_parts(admission):
                 return [self._part(admission)]
             admission.sequences.append(self._returned.popleft())
+            self._forget(sequence)
             admissions.append(admission)
             free -= 1
             room -= num_blocks + 1
             budget -= admission.num_computed
         while new and self._line and not self._returned:
-            running, request = self._line[0], self._line[0].request
+            running = self._next()
+            request = running.request
             if min(running.num_waiting, self._largest_batch) > free:
                 break
             admission = self._admission(running, request.prompt_ids, request.routed_from)
@@ -171,14 +203,39 @@ class AdmissionQueue:
             if self._has_parts(admission):
                 return [self._part(admission)]
             num_fitting = 1 + max(room - first - 1, 0) // (further + 1)
+            self._num_overtaking = self._num_overtaking + 1 if running is not next(iter(self._line)) else 0
             admission.sequences += self._start(running, min(running.num_waiting, free, num_fitting))
             admissions.append(admission)
             free -= len(admission.sequences)
             room -= first + 1 + (len(admission.sequences) - 1) * (further + 1)
             budget -= admission.num_computed
             if not running.num_waiting:
-                self._line.popleft()
+                self._leave(running)
         return sorted(admissions, key=lambda admission: (len(admission.prompt_ids), admission.start))
+
+    def _next(self) -> RunningRequest:
+        """Return the request of the line that is admitted next."""
+        first = next(iter(self._line))
+        if self._num_overtaking >= MOST_OVERTAKING or self._is_cached(first):
+            return first
+        while self._cached:
+            running = next(iter(self._cached))
+            if self._is_cached(running):
+                return running
+            del self._cached[running]  # evicted since it arrived
+        return first
+
+    def _is_cached(self, running: RunningRequest) -> bool:
+        """Return whether most of a prompt is cached, and one step may compute the other tokens."""
+        num_cached = self._expected[running].num_cached * self._memory.block_tokens
+        num_others = len(running.request.prompt_ids) - num_cached
+        return num_others <= min(num_cached, PREFILL_TOKENS)
+
+    def _leave(self, running: RunningRequest) -> None:
+        """Remove a request from the line."""
+        del self._line[running]
+        self._cached.pop(running, None)
+        self._forget(running)
 
     def _admission(self, running: RunningRequest, prompt_ids: list[int], routed_from: int | None) -> Admission:
         """Return the admission of a prompt, without samples."""

@@ -10,7 +10,6 @@ only nodes have are idle. They are evicted when a sequence needs a block.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from math import prod
 
@@ -64,23 +63,23 @@ class SharedPrefixes(PrefixCache):
     @property
     def num_available(self) -> int:
         """Number of blocks that `take` can return."""
-        return len(self._free) + len(self._by_age)
+        return len(self._free) + self._num_evictable
 
     def num_used(self, path: Sequence[Node]) -> int:
         """Return how many blocks of a path are in tables."""
-        return sum(node not in self._by_age for node in path)
+        return sum(self._uses[node.block] > 1 for node in path)
 
     def clear(self) -> None:
         """Forget all tokens. Tables keep their blocks."""
         for block in self._nodes:
             self._release(block)
         self._nodes.clear()
-        self._root, self._by_age = Node(), OrderedDict()
+        self._forget_nodes()
 
     def take(self, count: int) -> list[int]:
         """Return blocks for a table, at most `num_available`."""
         while len(self._free) < count:
-            self._evict(next(iter(self._by_age)))
+            self._evict(self._last())
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._uses[block] = 1
@@ -91,14 +90,14 @@ class SharedPrefixes(PrefixCache):
         for block in blocks:
             self._uses[block] += 1
             if self._uses[block] == 2 and (node := self._nodes.get(block)) is not None:
-                del self._by_age[node]
+                self._protect(node)
 
     def drop(self, blocks: Sequence[int]) -> None:
         """Count one table less for each block of a table."""
         for block in reversed(blocks):  # so that a node becomes idle before its ancestors
             self._release(block)
             if self._uses[block] == 1 and (node := self._nodes.get(block)) is not None:
-                self._by_age[node] = None
+                self._expose(node)
         self.restrict(self._limit)
 
     def adopt(self, token_ids: Sequence[int], table: Sequence[int], record: RecordOf | None) -> list[tuple[int, int]]:
@@ -114,7 +113,7 @@ class SharedPrefixes(PrefixCache):
             block, experts = table[number], self._recorded(record, number)
             child = node.children.get(key)
             if child is None:
-                child = node.children[key] = Node(node, key, block, experts)
+                child = self._child(node, key, block, experts)
                 self._attach(child)
             elif child.experts is None and experts is not None:
                 self._detach(child)
@@ -135,8 +134,8 @@ class SharedPrefixes(PrefixCache):
     def restrict(self, num_blocks: int) -> None:
         """Keep at most this many idle blocks from now on."""
         self._limit = num_blocks
-        while len(self._by_age) > num_blocks:
-            self._evict(next(iter(self._by_age)))
+        while self._num_evictable > num_blocks:
+            self._evict(self._last())
 
     def _use(self, path: Sequence[Node]) -> None:
         for node in reversed(path):
@@ -150,7 +149,7 @@ class SharedPrefixes(PrefixCache):
 
     def _detach(self, node: Node) -> None:
         del self._nodes[node.block]
-        self._by_age.pop(node, None)
+        self._protect(node)
         self._release(node.block)
 
     def _release(self, block: int) -> None:
@@ -158,17 +157,18 @@ class SharedPrefixes(PrefixCache):
         if not self._uses[block]:
             self._free.append(block)
 
-    def _evict(self, oldest: Node) -> int:
+    def _evict(self, last: Node) -> int:
         """Forget an idle node with all that follow it. Return its block."""
-        assert oldest.parent is not None
-        del oldest.parent.children[oldest.key]
-        forgotten = [oldest]
+        assert last.parent is not None
+        del last.parent.children[last.key]
+        forgotten = [last]
         while forgotten:
             node = forgotten.pop()
             forgotten += node.children.values()
             self._detach(node)
+            self._shorten(node, last.parent)
             self.num_evicted += 1
-        return oldest.block
+        return last.block
 
 
 class BlockMemory:

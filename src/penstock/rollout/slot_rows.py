@@ -84,6 +84,11 @@ class SlotSequence:
         return self.num_routed is not None
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """Return all tokens. If the sample lost its slot, they are computed again as a prompt."""
+        return self.running.request.prompt_ids + self.token_ids
+
+    @property
     def computed_ids(self) -> list[int]:
         """Return all tokens but the newest one. Their keys and values are in its slot."""
         return self.running.request.prompt_ids + self.token_ids[:-1]
