@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -343,7 +343,9 @@ class Trajectory:
                 logprobs += segment.logprobs
                 for span in segment.spans:
                     versions += [span.policy_version] * (span.end - span.start)
-            turns.append(TrainedTurn(index, start, len(tokens), rewards[index], turn.state_hash))
+            ends = accumulate(len(segment.token_ids) for segment in turn.segments)
+            cuts = _inside(ends, len(tokens) - start)
+            turns.append(TrainedTurn(index, start, len(tokens), rewards[index], turn.state_hash, cuts))
             for place in () if turn.trained is None else np.flatnonzero(~np.asarray(turn.trained, dtype=np.bool_)):
                 mask[start + place], logprobs[start + place], versions[start + place] = 0, 0.0, NO_VERSION
         conversation = self._conversation_of(path[0]) if path else 0
@@ -390,6 +392,8 @@ class TrainedTurn(NamedTuple):
     """The rewards of all turns add up to the reward of the episode, or of their conversation if it has a credit."""
     state: int
     """Hash of the state in which the policy acted."""
+    cuts: tuple[int, ...] = ()
+    """Places in the action where one segment ends and the next begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -425,8 +429,12 @@ class Sample:
         names = ("token_ids", "loss_mask", "logprobs", "versions")
         arrays: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in pieces]) for name in names}
         end, reward = len(arrays["token_ids"]), pieces[-1].reward
-        turns = [turn._replace(end=end, reward=reward) for turn in pieces[0].turns]
         ends = np.cumsum([len(each.token_ids) for each in pieces]).tolist()
+        cuts = list(_ends_of_segments(pieces, ends))
+        turns = [
+            turn._replace(end=end, reward=reward, cuts=_inside([cut - turn.start for cut in cuts], end - turn.start))
+            for turn in pieces[0].turns
+        ]
         experts = [(last, each.experts) for last, each in zip(ends, pieces, strict=True) if each.experts is not None]
         return replace(pieces[-1], turns=turns, experts=assembled(end, experts), **arrays)
 
@@ -447,12 +455,29 @@ class Sample:
         return replace(whole, loss_mask=mask, logprobs=logprobs, versions=versions)
 
 
+def _inside(cuts: Iterable[int], length: int) -> tuple[int, ...]:
+    """Return the places that lie inside of an action, in order and each once."""
+    return tuple(sorted({cut for cut in cuts if 0 < cut < length}))
+
+
+def _ends_of_segments(pieces: Sequence[Sample], ends: Sequence[int]) -> Iterator[int]:
+    """Yield where the segments of a turn end, from its consecutive pieces. `ends`: where the pieces end."""
+    yield from ends
+    for piece, offset in zip(pieces, (0, *ends), strict=False):
+        yield from (offset + turn.start + cut for turn in piece.turns for cut in turn.cuts)
+
+
 def _turn(sample: Sample, place: TrainedTurn, *, observed_from: int, parent: int | None) -> Turn:
     """Return a trained turn of a sample. Its observation begins at `observed_from`."""
     trained = sample.loss_mask[place.start : place.end] != 0
+    cuts = [0, *_inside(place.cuts, place.end - place.start), place.end - place.start]
     return Turn(
         observation_ids=sample.token_ids[observed_from : place.start].tolist(),
-        segments=[_segment(sample, place.start, place.end, observed_from)] if place.end > place.start else [],
+        segments=[
+            _segment(sample, place.start + a, place.start + b, observed_from if a == 0 else place.start + a)
+            for a, b in pairwise(cuts)
+            if b > a
+        ],
         parent=parent,
         reward=place.reward,
         state=place.state,

@@ -32,6 +32,7 @@ def test_programs_get_the_same_as_json(tmp_path: Path) -> None:
         "run_id": "a",
         "status": "failed",
         "environment": None,
+        "pipeline": "train",
         "started": 1000.0,
         "step": 2,
         "steps": 9,

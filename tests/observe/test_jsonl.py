@@ -63,6 +63,22 @@ def test_a_follower_sees_each_line_once_and_only_whole(tmp_path: Path) -> None:
     assert follower.read_new() == []
 
 
+def test_a_follower_of_the_last_bytes_skips_what_is_older(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"n": {number}}}\n' for number in range(5)))  # nine bytes each
+    follower = Follower(path, last_bytes=27)
+    assert follower.read_new() == [{"n": 2}, {"n": 3}, {"n": 4}]
+    with path.open("a") as file:
+        file.write('{"n": 5}\nno json\n{"n')
+    assert follower.read_new() == [{"n": 5}] and follower.num_damaged == 1
+    with path.open("a") as file:
+        file.write('": 6}\n' + '{"n": 7}\n' * 10)
+    assert follower.read_new() == [{"n": 7}] * 3
+    assert follower.read_new() == [] and not follower.is_replaced()
+    path.write_text('{"n": 8}\n')
+    assert follower.is_replaced()
+
+
 def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="set has no place"):
         append(tmp_path / "a.jsonl", {"a": {1, 2}})

@@ -22,13 +22,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from penstock.cli import runs
 from penstock.cli.main import app
-from penstock.cli.status import next_commands, status
 from penstock.observe import jsonl
 from penstock.own_files import MAX_FOREIGN_BYTES, read_document
+from penstock.supervisor.known_runs import config_of
 from penstock.supervisor.procfs import Identity, identify, read_stat
 from penstock.supervisor.run_journal import RunJournal, read_state
+from penstock.supervisor.run_status import next_commands, status
 from penstock.supervisor.states import RunState
 
 OTHER = 54321
@@ -142,12 +142,10 @@ def test_the_process_table_is_read_for_numbers_only(tmp_path: Path) -> None:
 )
 def test_damaged_settings_are_no_settings(run_dir: Path, settings: str) -> None:
     (run_dir / "config.yaml").write_text(settings)
-    script = (
-        f"from penstock.cli.runs import config_of; from pathlib import Path; print(config_of(Path({str(run_dir)!r})))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )  # the loader of YAML can crash the process
+    imports = "from penstock.supervisor.known_runs import config_of; from pathlib import Path"
+    words = [sys.executable, "-c", f"{imports}; print(config_of(Path({str(run_dir)!r})))"]
+    # The loader of YAML can crash the process.
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "{}\n"), done.stderr
     shows(run_dir)
 
@@ -190,11 +188,24 @@ def test_what_is_no_plain_file_is_refused_in_words(run_dir: Path, name: str, kin
     ],
     ids=str,
 )
-def test_the_damaged_records_of_another_user_are_one_error(run_dir: Path, name: str, record: dict[str, Any]) -> None:
+def test_the_damaged_records_of_another_user_are_left_out(run_dir: Path, name: str, record: dict[str, Any]) -> None:
     with (run_dir / name).open("a") as file:
         file.write(json.dumps(record) + "\n")
     give(run_dir)
-    assert "the run of another user, are damaged" in refusal(run_dir, "--json")
+    shows(run_dir)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a run to another user")
+def test_a_damaged_document_of_another_user_is_one_error(run_dir: Path) -> None:
+    (run_dir / "played.json").write_text('{"refused_requests_total": [1]}')
+    give(run_dir)
+    assert "the run of another user, are damaged" in refusal(run_dir)
+
+
+def test_damaged_lines_are_counted(run_dir: Path) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1\n{"reward": 1}\n')
+    assert status(run_dir)["warnings"] == ["metrics.jsonl: 2 damaged lines"]
 
 
 def test_a_history_without_end_does_not_fill_the_memory(run_dir: Path) -> None:
@@ -229,7 +240,7 @@ def test_the_events_of_a_long_run_are_all_shown(run_dir: Path) -> None:
 
 
 def test_the_commands_know_the_settings_of_a_run(run_dir: Path) -> None:
-    assert runs.config_of(run_dir) == {"trainer": {"steps": 9}}
+    assert config_of(run_dir) == {"trainer": {"steps": 9}}
 
 
 def test_little_is_read_of_the_files_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

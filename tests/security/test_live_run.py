@@ -22,8 +22,8 @@ from frame_mutations import bad_messages, identities
 from malformed_requests import Malformed, malformed
 from test_training_run import RECIPE, SHORT, command, had_their_groups, leftovers, lines, only_run
 
-from penstock.cli.status import status
 from penstock.control.runtime_files import ServerKeys
+from penstock.supervisor.run_status import status
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 

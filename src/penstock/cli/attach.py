@@ -17,10 +17,11 @@ from typing import Annotated
 import typer
 
 from penstock.cli.refusal import Refused, refusing
-from penstock.cli.runs import RUNS_DIR, find, known_runs
+from penstock.cli.runs import find
 from penstock.config import load_config
 from penstock.ports.environment import Environment
 from penstock.supervisor.child import Child
+from penstock.supervisor.known_runs import RUNS_DIR, known_runs
 from penstock.supervisor.run_journal import read_state
 from penstock.supervisor.runtime import mark_of_directory
 

@@ -9,7 +9,6 @@ while the bar moves, it is shown every few seconds.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -21,11 +20,11 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.cli.refusal import refuse
-from penstock.cli.runs import has_ended, status_of
-from penstock.observe.log_lines import LINE
+from penstock.observe.log_lines import LINE, as_last_drawn, without_colours
 from penstock.observe.tables import open_console
 from penstock.observe.visible_text import visible
 from penstock.own_files import Foreign, open_plain, plain_directory
+from penstock.supervisor.known_runs import has_ended, status_of
 from penstock.supervisor.run_journal import read_state
 
 LOOK_EVERY_S = 0.1
@@ -36,10 +35,6 @@ TAIL_BYTES = 8 * 2**20
 each log at least a chunk is read."""
 MOST_LOGS = 4096
 """A run with more logs shows them only one by one."""
-LONGEST_LINE = 65_536
-"""In bytes. Of a longer line the beginning is shown, or the end of one that is redrawn."""
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-"""Escape sequence of a colour or a style. It is left out: colours also hide text."""
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
 
 Identity = tuple[int, int]
@@ -106,14 +101,6 @@ def names(run_dir: Path, directory: Path) -> list[str]:
 
 def path_of(directory: Path, name: str) -> Path:
     return directory / f"{name}.log"
-
-
-def as_last_drawn(line: bytes) -> str:
-    """Return a line as the last carriage return left it."""
-    line = line.rstrip(b"\r")
-    line = line[-LONGEST_LINE:] if b"\r" in line else line[:LONGEST_LINE]
-    drawn = [part for part in line.split(b"\r") if part.strip()]
-    return (drawn[-1] if drawn else b"").decode(errors="replace").rstrip()
 
 
 class Log:
@@ -228,7 +215,7 @@ def printer(console: Console, prefixed: list[str]) -> Show:
     def show(name: str, line: str) -> None:
         colour = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
         parsed = LINE.fullmatch(line) if prefixed else None
-        text = Text(visible(COLOUR.sub("", parsed.expand(r"\g<time> \g<level> \g<message>") if parsed else line)))
+        text = Text(visible(without_colours(parsed.expand(r"\g<time> \g<level> \g<message>") if parsed else line)))
         prefix = Text.assemble((f"{name:<{width}} | ", colour)) if prefixed else Text()
         console.print(prefix + text, soft_wrap=True)
 

@@ -59,11 +59,15 @@ def train(
     cluster: Cluster = None,
     detach: Detach = False,
     dry_run: DryRun = False,
+    dashboard: Annotated[bool, Option("--dashboard", help="Show the run in the browser while it lasts.")] = False,
 ) -> None:
     """Train a policy. Ctrl-C stops the run cleanly with a checkpoint; a second Ctrl-C kills it."""
     from penstock.cli import train as command
 
-    raise typer.Exit(command.begin("train", config, _words(overrides, cluster), detach=detach, dry_run=dry_run))
+    if dashboard and (detach or dry_run):
+        raise typer.BadParameter("--dashboard shows a run of this terminal: `penstock dashboard` shows all runs")
+    words = _words(overrides, cluster)
+    raise typer.Exit(command.begin("train", config, words, detach=detach, dry_run=dry_run, dashboard=dashboard))
 
 
 @app.command()
@@ -283,6 +287,22 @@ def stop(
     from penstock.cli.runs import find
 
     raise typer.Exit(command.stop(find(runs_dir, run), now=now))
+
+
+@app.command()
+def dashboard(
+    runs: Annotated[list[str] | None, Argument(metavar="[RUN]...", help=f"{RUN_HELP} All runs by default.")] = None,
+    port: Annotated[int | None, Option(help="The port to listen on; 8730 or a free one by default.")] = None,
+    host: Annotated[str, Option(help="The address. Any but loopback needs a key, which is printed.")] = "127.0.0.1",
+    demo: Annotated[bool, Option("--demo", help="Show a small recorded run.")] = False,
+    runs_dir: RunsDir = RUNS,
+    with_stdin: Annotated[bool, Option("--with-stdin", hidden=True)] = False,
+) -> None:
+    """Show runs in the browser: live, and long after they have ended."""
+    from penstock.cli import dashboard as command
+
+    code = command.dashboard(runs or [], host=host, port=port, demo=demo, runs_dir=runs_dir, with_stdin=with_stdin)
+    raise typer.Exit(code)
 
 
 @app.command()

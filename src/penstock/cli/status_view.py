@@ -114,7 +114,8 @@ def _progress(status: Document) -> list[tuple[str, str]]:
     num_refused = status["refused_requests"]
     why = f"{num_refused:g} requests of agents: the logs of env processes say why"
     told = [("refused", why)] if num_refused else []
-    return [*rows.items(), *filtered, *told, *bad_frames(status), *troubles(status), *checkpoint]
+    damaged = [("damaged", warning) for warning in status["warnings"]]
+    return [*rows.items(), *filtered, *told, *bad_frames(status), *troubles(status), *damaged, *checkpoint]
 
 
 def bad_frames(status: Document) -> list[tuple[str, str]]:

@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.refusal import Refused, refusing
-from penstock.cli.runs import LOST, SUSPENDED, UNKNOWN, UNREADABLE, config_of, has_ended, name_of, status_of
 from penstock.config import SupervisorConfig
 from penstock.observe.tables import open_console
 from penstock.observe.visible_text import visible
+from penstock.supervisor.known_runs import (
+    LOST,
+    SUSPENDED,
+    UNKNOWN,
+    UNREADABLE,
+    config_of,
+    has_ended,
+    name_of,
+    status_of,
+)
 from penstock.supervisor.procfs import Identity, is_alive, send
 from penstock.supervisor.run_journal import owner_of, read_state, unreadable
 from penstock.supervisor.runtime import close_abandoned, remove_orphans_of

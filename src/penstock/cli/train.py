@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import yaml
@@ -24,7 +25,6 @@ from penstock.cli.memory_check import check_memory, show_memory
 from penstock.cli.preflight import check, check_settings
 from penstock.cli.refusal import REFUSAL, Refused, refusing
 from penstock.cli.runs import find_directory
-from penstock.cli.status import status
 from penstock.config import Config, ConfigError, load_config
 from penstock.model.files import has_weights
 from penstock.observe import closing_report, jsonl, log_lines, progress, summary
@@ -35,6 +35,7 @@ from penstock.processes.layout import prepare, stages
 from penstock.supervisor import log_files, run_directory
 from penstock.supervisor.run_directory import OpenRun
 from penstock.supervisor.run_journal import read_state
+from penstock.supervisor.run_status import status
 from penstock.supervisor.states import RunState
 from penstock.supervisor.supervisor import Outcome, Supervisor, failed
 from penstock.system import CHECKPOINTS
@@ -56,10 +57,17 @@ JOIN_S = 60.0
 
 @refusing
 def begin(
-    pipeline: str, path: Path, overrides: Sequence[str], *, detach: bool, dry_run: bool, results: Path | None = None
+    pipeline: str,
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    detach: bool,
+    dry_run: bool,
+    results: Path | None = None,
+    dashboard: bool = False,
 ) -> int:
     """Start a new run and return the exit code. `pipeline` is also the name of the command. The results of an
-    evaluation are also written to `results`."""
+    evaluation are also written to `results`. With `dashboard`, show the run in the browser while it lasts."""
     config = load_config(path, overrides)
     if config.pipeline != pipeline:
         raise ConfigError(f"pipeline is {config.pipeline}: `penstock {config.pipeline} {path}` runs it")
@@ -76,8 +84,21 @@ def begin(
         run_id = config.run_id or run_directory.new_run_id()
         run_dir = Path(config.runs_dir).absolute() / run_id
         return start_detached(run_dir, [pipeline, str(path), *overrides, f"run_id={run_id}"], config)
-    with reserving(config) as resources, run_directory.open_run(config) as run:
+    with (
+        shown_if(dashboard, Path(config.runs_dir)),
+        reserving(config) as resources,
+        run_directory.open_run(config) as run,
+    ):
         return conclude(run, carry_out(run, resources), results)
+
+
+def shown_if(dashboard: bool, runs_dir: Path) -> AbstractContextManager[None]:
+    """Show the runs in the browser during the body, if the user asked for it."""
+    if not dashboard:
+        return nullcontext()
+    from penstock.cli.dashboard import beside_run
+
+    return beside_run(runs_dir)
 
 
 @refusing

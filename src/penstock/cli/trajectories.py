@@ -17,8 +17,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock.cli.refusal import Refused, refusing
-from penstock.cli.runs import name_of
 from penstock.config import Column, DumpConfig, load_config
+from penstock.config.trajectory_dump import KEPT_TOKENS
 from penstock.observe import jsonl
 from penstock.observe.tables import clock, number, open_console
 from penstock.observe.visible_text import visible, visible_json
@@ -30,6 +30,7 @@ from penstock.store.dumps.trajectory_rows import RowMaker
 from penstock.store.dumps.writer import SAMPLES
 from penstock.store.index import read_groups
 from penstock.store.payload_files import PayloadReader
+from penstock.supervisor.known_runs import name_of
 
 Order = Literal["newest", "best", "worst"]
 FEW = 3
@@ -114,7 +115,11 @@ def in_samples(run_dir: Path) -> Iterator[Found]:
         for row in jsonl.read(path):
             match row:  # others are damaged
                 case {"group": int(group), "episode": int(episode), "reward": int() | float() as reward}:
-                    yield Found(group, episode, reward, partial(dict, row))
+                    yield Found(group, episode, reward, partial(_without_tokens, row))
+
+
+def _without_tokens(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name != KEPT_TOKENS}
 
 
 def render(row: Row) -> RenderableType:

@@ -200,7 +200,8 @@ class ObserveConfig(Section):
     samples: int = Field(5, ge=0)
     """Number of held-out tasks for which the closing report shows the answers before and after training."""
     trajectories: int = Field(20, ge=0)
-    """Keep one group of each of this many latest optimizer steps for reading, in `trajectories/` of the run."""
+    """Keep one group of each of this many latest optimizer steps for reading, in `trajectories/` of the run: its text,
+    and its tokens up to about two megabytes."""
 
 
 class Config(Section):

@@ -35,8 +35,11 @@ DEFAULT_COLUMNS: dict[str, ColumnType] = {
     "messages": "string",
     "branches": "string",
 }
-TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions")
-"""Columns with one number per token of the whole trajectory; of type json."""
+KEPT_TOKENS = "training_samples"
+"""Column with the training samples of an episode: tokens, log-probabilities, versions and turns; of type json. Large
+groups have it for their first members only."""
+TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", KEPT_TOKENS)
+"""Columns with tokens. The first four have one number per token of the whole trajectory; of type json."""
 OTHER_NAMES = {
     "task_idx": "task_index",
     "model_name": "model",

@@ -11,7 +11,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from numbers import Integral, Real
 from pathlib import Path
@@ -73,16 +73,47 @@ def tail(path: str | Path, num_bytes: int) -> list[dict[str, Any]]:
 class Follower:
     """Reads a growing file in pieces, never past the last complete line."""
 
-    def __init__(self, path: str | Path, offset: int = 0) -> None:
-        """`offset`: where the first record begins, in bytes."""
-        self._path, self.offset = path, offset
+    def __init__(self, path: str | Path, offset: int = 0, *, last_bytes: int | None = None) -> None:
+        """`offset`: where the first record begins, in bytes. `last_bytes`: each call reads at most this much, the end
+        of what is new, and of the file of another user at most `own_files.MAX_FOREIGN_BYTES`."""
+        self._path, self._last_bytes = Path(path), last_bytes
+        self.offset = offset
+        self._inode: int | None = None
+        self.num_damaged = 0
+        """Number of complete lines so far that hold no record."""
 
     def read_new(self, max_bytes: int = -1) -> list[dict[str, Any]]:
         """Return the records that were completed since the last call; at most those within the next `max_bytes`, if it
         is not negative."""
-        data = _read_from(self._path, self.offset, max_bytes)
-        self.offset += data.rfind(b"\n") + 1
-        return _records(data)
+        lines = self.read_new_bytes(max_bytes).splitlines()
+        found = _parsed(lines)
+        self.num_damaged += sum(map(bool, lines)) - len(found)
+        return found
+
+    def read_new_bytes(self, most: int = -1) -> bytes:
+        """Return the lines that were completed since the last call, each with its end; at most those within the next
+        `most` bytes, if it is not negative."""
+        with suppress(FileNotFoundError), open_plain(self._path) as file:
+            found = os.fstat(file.fileno())
+            self._inode = found.st_ino
+            start = self.offset
+            if self._last_bytes is not None:
+                start = max(start, found.st_size - min(self._last_bytes, max_bytes(file)))
+            is_cut = start > self.offset
+            file.seek(start - is_cut)  # the byte before tells whether a line begins here
+            data = file.read(most) if self._last_bytes is None else file.read(found.st_size - start + is_cut)
+            whole = data[data.find(b"\n") + 1 if is_cut else 0 : data.rfind(b"\n") + 1]
+            self.offset = start - is_cut + data.rfind(b"\n") + 1 if b"\n" in data else self.offset
+            return whole
+        return b""
+
+    def is_replaced(self) -> bool:
+        """Return whether the path names another file than the one that was read, or the file has become shorter."""
+        try:
+            found = self._path.lstat()
+        except OSError:
+            return self.offset > 0
+        return self._inode is not None and (found.st_ino != self._inode or found.st_size < self.offset)
 
 
 def dumps(value: Any) -> str:
@@ -106,7 +137,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the document at `path`; empty if the file is missing, unreadable, a link, too large or no JSON object."""
     try:
-        return _parse(read_document(path)) or {}
+        return parse(read_document(path)) or {}
     except OSError:
         return {}
 
@@ -116,21 +147,16 @@ def _is_torn(fd: int) -> bool:
     return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
-def _read_from(path: str | Path, offset: int, max_bytes: int) -> bytes:
-    """Return the bytes after `offset`, at most `max_bytes` if it is not negative; none if there is no such file."""
-    with suppress(FileNotFoundError), open_plain(Path(path)) as file:
-        file.seek(offset)
-        return file.read(max_bytes)
-    return b""
-
-
 def _records(data: bytes) -> list[dict[str, Any]]:
     """Return the records of all complete lines; damaged lines are left out."""
-    lines = data[: data.rfind(b"\n") + 1].splitlines()
-    return [record for line in lines if (record := _parse(line)) is not None]
+    return _parsed(data[: data.rfind(b"\n") + 1].splitlines())
 
 
-def _parse(text: str | bytes) -> dict[str, Any] | None:
+def _parsed(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    return [record for line in lines if (record := parse(line)) is not None]
+
+
+def parse(text: str | bytes) -> dict[str, Any] | None:
     """Return the JSON object that `text` holds; None if it holds anything else."""
     try:
         document = json.loads(text)

@@ -25,6 +25,10 @@ LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) (?P<level>[A-Z]+) (?P<process>\S+): (?P<message>.*)"
 )
 """A log line. Times are UTC, and their text sorts by time."""
+LONGEST_LINE = 65_536
+"""In bytes. Of a longer line the beginning is shown, or the end of one that is redrawn."""
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+"""Escape sequence of a colour or a style."""
 SECOND = "%Y-%m-%dT%H:%M:%S"
 HEAVY_PACKAGES = ("torch", "transformers", "ray")
 """Packages that only some processes import. A log names the versions of those that its process has imported."""
@@ -38,6 +42,19 @@ def formatted(process: str, message: str, *, level: str = "INFO", at: float | No
     return (
         f"{time.strftime(SECOND, time.gmtime(at))}.{int(at * 1000) % 1000:03d}Z {level} {process}: {one_entry(message)}"
     )
+
+
+def as_last_drawn(line: bytes) -> str:
+    """Return a line of a log as the last carriage return left it."""
+    line = line.rstrip(b"\r")
+    line = line[-LONGEST_LINE:] if b"\r" in line else line[:LONGEST_LINE]
+    drawn = [part for part in line.split(b"\r") if part.strip()]
+    return (drawn[-1] if drawn else b"").decode(errors="replace").rstrip()
+
+
+def without_colours(text: str) -> str:
+    """Return a line of a log without the sequences for colours and styles: colours also hide text."""
+    return COLOUR.sub("", text)
 
 
 def one_entry(text: str) -> str:

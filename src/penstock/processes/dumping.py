@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.config import Config, ConfigError, DumpConfig
+from penstock.config import Column, Config, ConfigError, DumpConfig
+from penstock.config.trajectory_dump import KEPT_TOKENS
 from penstock.data.sources import TaskStream
 from penstock.ports.group_records import GroupRecord
 from penstock.processes.layout import chat_of
@@ -59,7 +60,8 @@ def open_dumps(
             tell("alarm", reason=f"nothing is dumped until `penstock resume`: {error}")
     if config.has_trainer and config.observe.trajectories:
         directory = run_dir / TRAJECTORIES
-        keep, sample = config.observe.trajectories, DumpConfig(url=str(directory))
+        columns = [*DumpConfig().columns, Column(name=KEPT_TOKENS, type="json")]
+        keep, sample = config.observe.trajectories, DumpConfig(url=str(directory), columns=columns)
         dumps.append(Samples(pool, rendering(sample), directory=directory, keep=keep, tell=tell))
     return dumps
 

@@ -10,7 +10,7 @@ import errno
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from penstock.alarms import HopelessError
 from penstock.config import ConfigError
 from penstock.own_files import check_own_directory, open_plain
 from penstock.ports.group_records import GroupRecord, Shard
-from penstock.types import NO_VERSION, EpisodeSummary
+from penstock.types import NO_VERSION, EpisodeId, EpisodeSummary
 from penstock.version_history import VersionHistory
 
 
@@ -43,8 +43,27 @@ class _RawRecord(GroupRecord, frozen=True, kw_only=True):
     episodes: msgspec.Raw = msgspec.Raw(b"\x90")  # type: ignore[assignment]
 
 
+class EpisodeOutline(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a table of groups shows of an episode."""
+
+    episode: EpisodeId
+    reward: float = 0.0
+
+
+class GroupOutline(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a table of groups shows of a `GroupRecord`. It takes a third of the time to decode."""
+
+    group: int
+    task_id: str
+    admitted_at: float = 0.0
+    episodes: list[EpisodeOutline] = []
+    state: str = "pending"
+    trained_in: int | None = None
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(GroupRecord)
+_outline_decoder = msgspec.msgpack.Decoder(GroupOutline)
 _numbers_decoder = msgspec.msgpack.Decoder(_NumbersRecord)
 _raw_decoder = msgspec.msgpack.Decoder(_RawRecord)
 
@@ -181,6 +200,35 @@ class PoolIndex:
         except (lmdb.Error, msgspec.MsgspecError, RecursionError) as error:
             raise self._unreadable(error) from error
 
+    def outlines(self, *, first: int = 0) -> Iterator[GroupOutline]:
+        """Yield the outlines of all groups from number `first` on, in the order of their numbers.
+
+        Raises `PoolUnreadable`.
+        """
+        try:
+            with self._env.begin() as txn, txn.cursor(self._groups) as cursor:
+                if cursor.set_range(_key(first)):
+                    for data in cursor.iternext(keys=False):
+                        yield _outline_decoder.decode(data)
+        except (lmdb.Error, msgspec.MsgspecError, RecursionError) as error:
+            raise self._unreadable(error) from error
+
+    @property
+    def file(self) -> tuple[int, int]:
+        """Return device and inode of the index: another index at the same place has others."""
+        found = (self._path / DATA).stat()
+        return found.st_dev, found.st_ino
+
+    @property
+    def num_groups(self) -> int:
+        with self._env.begin() as txn:
+            return int(txn.stat(self._groups)["entries"])
+
+    @property
+    def revision(self) -> int:
+        """Return a number that rises with every change of the index."""
+        return int(self._env.info()["last_txnid"])
+
     def _unreadable(self, error: Exception | str) -> PoolUnreadable:
         return PoolUnreadable(
             f"{self._path} cannot be read ({error}): move it away. The run then continues from its newest checkpoint, "
@@ -203,6 +251,17 @@ def read_groups(run_dir: Path, *, setting: str) -> Iterator[GroupRecord]:
 
     Raises `ConfigError` if the run has no index, and `PoolUnreadable`.
     """
+    with open_index(run_dir, setting=setting) as index:
+        yield from index.records()
+
+
+@contextmanager
+def open_index(run_dir: Path, *, setting: str) -> Iterator[PoolIndex]:
+    """Yield the index of a run, to read it; another process may still write it. LMDB allows a process to open an index
+    once at a time. `setting` names the run in errors.
+
+    Raises `ConfigError` if the run has no index, and `PoolUnreadable`.
+    """
     if not (run_dir / "pool" / "index").is_dir():
         raise ConfigError(f"{setting}: {run_dir} is not the directory of a run: it has no pool/index")
     try:
@@ -210,7 +269,7 @@ def read_groups(run_dir: Path, *, setting: str) -> Iterator[GroupRecord]:
     except OSError as error:
         raise ConfigError(f"{setting}: {error}") from None
     with closing(PoolIndex(run_dir / "pool", readonly=True)) as index:
-        yield from index.records()
+        yield index
 
 
 def _check_owner(run_dir: Path) -> None:

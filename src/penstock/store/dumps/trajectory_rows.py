@@ -9,11 +9,12 @@ from operator import attrgetter
 from typing import Any
 
 from penstock.config import Config
-from penstock.config.trajectory_dump import OTHER_NAMES, OWN_COLUMNS, Column
+from penstock.config.trajectory_dump import KEPT_TOKENS, OTHER_NAMES, OWN_COLUMNS, Column
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.group_records import GroupRecord
 from penstock.samples import Sample
 from penstock.store.dumps.columns import DumpError, Row, converter
+from penstock.store.dumps.kept_tokens import MAX_GROUP_TOKENS, KeptTokens, kept
 from penstock.store.dumps.transcript import Message, Transcript
 from penstock.types import NO_VERSION, EpisodeSummary
 
@@ -32,6 +33,8 @@ class Played:
     step: int | None
     """Optimizer step after which the trajectory was written; None if the run has no steps."""
     transcript: Transcript
+    keeps_tokens: bool
+    """Whether the group has room for these tokens in `training_samples`."""
 
     @property
     def name(self) -> str:
@@ -46,6 +49,10 @@ class Played:
     @cached_property
     def messages(self) -> list[Message]:
         return self.transcript.messages(self.sample)
+
+    @property
+    def training_samples(self) -> list[KeptTokens] | None:
+        return [kept(sample) for sample in self.samples] if self.keeps_tokens else None
 
     @property
     def branches(self) -> list[list[Message]] | None:
@@ -65,7 +72,7 @@ OF_EPISODE = ("tag", "group", "episode", "attempt")
 OF_SUMMARY = ("status", "stop_reason", "error", "reward", "num_turns", "seconds")
 COUNTS = ("prompt_tokens", "response_tokens")
 FACTS: Mapping[str, Callable[[Played], Any]] = {
-    **{name: attrgetter(name) for name in ("step", "messages", "branches")},
+    **{name: attrgetter(name) for name in ("step", "messages", "branches", KEPT_TOKENS)},
     **{name: attrgetter(f"record.{name}") for name in ("task_index", "task_id")},
     **{name: attrgetter(f"summary.episode.{name}") for name in OF_EPISODE},
     **{name: attrgetter(f"summary.{name}") for name in OF_SUMMARY},
@@ -120,9 +127,13 @@ class RowMaker:
             step=step,
             transcript=self._transcript,
         )
-        return [
-            self._row(played(summary=summary, samples=tokens[summary.episode.episode])) for summary in record.episodes
-        ]
+        rows, room = list[Row](), MAX_GROUP_TOKENS
+        for summary in record.episodes:
+            own = tokens[summary.episode.episode]
+            num_tokens = sum(len(sample.token_ids) for sample in own)
+            rows.append(self._row(played(summary=summary, samples=own, keeps_tokens=num_tokens <= room)))
+            room -= num_tokens if num_tokens <= room else 0
+        return rows
 
     def _row(self, played: Played) -> Row:
         try:
