@@ -43,6 +43,7 @@ LAYERS = [
     {"loop"},
     {"simulator"},
     {"processes"},
+    {"dashboard"},
     {"cli"},
 ]
 LEVEL = {box: level for level, boxes in enumerate(LAYERS) for box in boxes}
@@ -117,6 +118,7 @@ LIGHT = [
     "penstock.cli.main",
     "penstock.cli.status",
     "penstock.cli.doctor",
+    "penstock.cli.dashboard",
     "penstock.cli.attach",
     "penstock.supervisor.supervisor",
     "penstock.processes.controller",
@@ -127,6 +129,7 @@ LIGHT = [
     "penstock.rollout.client",
     "penstock.compat.gateway",
     "penstock.processes.atropos",
+    "penstock.dashboard.trajectory_pages",
 ]
 """What processes without a GPU import."""
 HEAVY = ["torch", "transformers", "ray"]

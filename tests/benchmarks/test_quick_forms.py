@@ -20,6 +20,8 @@ NO_ENVIRONMENT = 69
 """Exit code of `vs_trl` where TRL cannot be installed."""
 UNCONFIRMED = {"learner_shapes"}
 """Benchmarks that mean something only on an accelerator, and that none has run yet."""
+LONGEST = {"ablation", "cluster", "faults", "learner_scale", "vs_trl"}
+"""Benchmarks whose quick forms take two to four minutes. Together they do not fit into the time of a run of CI."""
 LIMIT_S = 900.0
 """For one that takes two minutes on two quiet cores."""
 
@@ -55,6 +57,8 @@ def run_quick(name: str, directory: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_the_quick_form_writes_all_figures_that_are_published(name: str, tmp_path: Path) -> None:
+    if name in LONGEST and os.environ.get("CI"):
+        pytest.skip("takes minutes; `make test-long` runs it outside CI")
     done = run_quick(name, tmp_path)
     if name == "vs_trl" and done.returncode == NO_ENVIRONMENT:
         pytest.skip("TRL cannot be installed here")

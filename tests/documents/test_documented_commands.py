@@ -84,7 +84,7 @@ class Reader:
         for example, settings in SHORTER.items():
             if {"train", "simulate", "plan"} & set(words) and f"examples/{example}/run.yaml" in words:
                 words += settings
-        if "serve" in words or "resume" in words:
+        if {"serve", "resume", "dashboard"} & set(words):
             self._begin_and_end(words, line)
             return
         done = subprocess.run(
@@ -110,7 +110,7 @@ class Reader:
                 words, cwd=self.directory, env=self.environment, stdout=output, stderr=subprocess.STDOUT
             )
             give_up = time.monotonic() + LIMIT_S
-            while not (self._serves(words) if "serve" in words else self._trains()):
+            while not (self._trains() if "resume" in words else self._serves(words)):
                 said = (self.directory / "output").read_text()
                 assert process.poll() is None and time.monotonic() < give_up, f"{line}\n{said}"
                 time.sleep(0.1)
@@ -118,9 +118,9 @@ class Reader:
             assert process.wait(LIMIT_S) in (0, 130), (self.directory / "output").read_text()
 
     def _serves(self, words: list[str]) -> bool:
-        port = words[words.index("--port") + 1]
+        port, path = words[words.index("--port") + 1], "api/runs" if "dashboard" in words else "health"
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

@@ -358,6 +358,7 @@ def test_the_pieces_of_an_answer_are_the_answer(segments: list[Segment], cuts: s
     joined, expected = Sample.joined(written), whole.flatten()
     for name in ("token_ids", "loss_mask", "logprobs", "versions"):
         np.testing.assert_array_equal(getattr(joined, name), getattr(expected, name), strict=True)
+    assert joined.turns == expected.turns
 
 
 async def test_a_world_that_cannot_be_repeated_is_not_gone_on_with(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from test_training_run import RECIPE, SHORT, had_their_groups, leftovers, lines, only_run, train
+
+from penstock.dashboard.trajectory_pages import Trajectories
 
 pytestmark = pytest.mark.integration
 
@@ -62,6 +65,21 @@ def test_its_status_says_what_its_summary_says(trained: Path) -> None:
 
 def test_its_trajectories_are_shown(trained: Path) -> None:
     assert penstock("trajectories", trained, "--best").count("reward") >= 1
+
+
+def test_its_groups_and_tokens_are_shown_from_pool_and_samples(trained: Path, tmp_path: Path) -> None:
+    samples = sorted((trained / "trajectories").glob("step_*.jsonl"))
+    rows = [row for file in samples for row in lines(file)]
+    assert rows and all(row["training_samples"] for row in rows)
+    shown = Trajectories(trained)
+    counts = shown.groups.page()["counts"]
+    assert counts["trained"] > 0 and sum(counts.values()) == shown.groups.page()["total"]
+    copy = tmp_path / trained.name
+    shutil.copytree(trained, copy, ignore=shutil.ignore_patterns("*.seg", "checkpoints"))
+    for row in rows:
+        found, kept = (Trajectories(each).episode(row["group"], row["episode"]) for each in (trained, copy))
+        assert found["tokens"] and found["tokens"] == kept["tokens"] and found["turns"] == kept["turns"]
+        assert sum(len(strip["texts"]) for strip in found["tokens"]) == row["response_tokens"]
 
 
 @pytest.mark.long
