@@ -124,8 +124,8 @@ class OpenedRun:
         found = [extent for extent in (self.timeline.extent, self.events.extent()) if extent is not None]
         earliest = min((extent[0] for extent in found), default=0.0)
         latest = max((extent[1] for extent in found), default=0.0)
-        if end is None:
-            end = latest if begin is None else begin + LAST_S
+        if end is None:  # the end of a run may take long after its last span
+            end = (found[0][1] if found else 0.0) if begin is None else begin + LAST_S
         if begin is None:
             begin = max(end - LAST_S, min(earliest, end))
         lanes = self.timeline.lanes
