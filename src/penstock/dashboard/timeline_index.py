@@ -271,10 +271,10 @@ class TimelineIndex:
 
     def _unwritten(self) -> list[Gathered]:
         """Return the newest lines, and those at the end of the file if it is not read up to there."""
-        if self.unread <= LAST_BYTES:
+        if self.unread <= PIECE_BYTES:
             self._apart = None
             return [self._newest]
-        if self._apart is None:
+        if self._apart is None or self._apart.begin < self._newest.end:
             size = self.file.size
             at, _ = self.file.first_line_after(max(self._newest.end, size - LAST_BYTES))
             self._apart = Gathered(begin=at, end=at)
