@@ -70,6 +70,7 @@ EXCEPTIONS = {
     "processes/bus_client.py:join": "a request to the controller, which is one",
     "processes/rank.py:serve": LIFE,
     "processes/trainer.py:serve": LIFE,
+    "processes/weights_fetcher.py:_ask": "its caller has a deadline for each version",
     "rollout/generation.py:follow": TASK,
     "rollout/generator.py:all_of": COROUTINE,
     "rollout/http.py:unless_disconnected": COROUTINE,
