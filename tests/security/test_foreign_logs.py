@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 
 from made_runs import make_run, penstock
 
-from penstock.cli.logs import LONGEST_LINE, TAIL_BYTES, Log
+from penstock.cli.logs import TAIL_BYTES, Log
+from penstock.observe.log_lines import LONGEST_LINE
 from penstock.supervisor.procfs import identify
 from penstock.supervisor.runtime import Mark
 
