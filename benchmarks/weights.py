@@ -122,7 +122,7 @@ async def ask(session: aiohttp.ClientSession, tokens: int) -> GenerateReply:
 def published() -> Iterator[WeightsPublisher]:
     """A publisher whose files go with it."""
     with TemporaryDirectory(dir=SHARED_MEMORY) as directory:
-        yield WeightsPublisher(Path(directory) / WEIGHTS)
+        yield WeightsPublisher(Path(directory) / WEIGHTS, recycles=True)
 
 
 def publish_next(publisher: WeightsPublisher, named: Tensors, policy_version: int) -> WeightsHandle:

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published import publish, publish_next
+from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.deadline import Stalled
@@ -78,7 +79,7 @@ def test_weights_are_converted_to_the_dtype_of_the_servers(tmp_path: Path) -> No
 
 def test_a_file_that_nobody_maps_is_written_over(tmp_path: Path) -> None:
     """The system gives no new memory for it. Only the newest versions can be received."""
-    publisher, numbers = WeightsPublisher(tmp_path), set[int]()
+    publisher, numbers = WeightsPublisher(tmp_path, recycles=True), set[int]()
     for version in range(3 * KEPT_VERSIONS):
         handle = publish_next(publisher, {"w": torch.full((1000,), float(version))}, version)
         numbers.add(Path(handle.path).stat().st_ino)
@@ -89,7 +90,10 @@ def test_a_file_that_nobody_maps_is_written_over(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_mapped_is_never_written_over(tmp_path: Path) -> None:
-    publisher, form = WeightsPublisher(tmp_path), layout({"w": torch.empty(1000), "v": torch.empty(3, 0)})
+    publisher, form = (
+        WeightsPublisher(tmp_path, recycles=True),
+        layout({"w": torch.empty(1000), "v": torch.empty(3, 0)}),
+    )
     held: list[Tensor] = []
     for version in range(3 * KEPT_VERSIONS):
         named = {"w": torch.full((1000,), float(version)), "v": torch.empty(3, 0)}
@@ -97,8 +101,17 @@ def test_a_file_that_is_mapped_is_never_written_over(tmp_path: Path) -> None:
     assert all(tensor.eq(version).all() for version, tensor in enumerate(held))
 
 
+def test_what_others_map_without_a_lock_stays_as_it_was(tmp_path: Path) -> None:
+    """Other engines map files, and keep adapters mapped while they serve."""
+    publisher, held = WeightsPublisher(tmp_path), list[Tensor]()
+    for version in range(3 * KEPT_VERSIONS):
+        handle = publish_next(publisher, {"w": torch.full((1000,), float(version))}, version)
+        held.append(load_file(handle.path)["w"])
+    assert all(tensor.eq(version).all() for version, tensor in enumerate(held))
+
+
 def test_a_file_of_another_size_is_not_written_over(tmp_path: Path) -> None:
-    publisher = WeightsPublisher(tmp_path)
+    publisher = WeightsPublisher(tmp_path, recycles=True)
     for version in range(2 * KEPT_VERSIONS):
         named = {"w": torch.full((100 + version,), float(version))}
         handle = publish_next(publisher, named, version)
@@ -106,7 +119,7 @@ def test_a_file_of_another_size_is_not_written_over(tmp_path: Path) -> None:
 
 
 def test_a_receiver_that_comes_as_a_file_is_taken_finds_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has opened the file, and has not locked it yet."""
+    """It has opened the file, and has not locked it yet, or finds it locked."""
     named = {"w": torch.ones(10)}
     handle = publish(named, directory=tmp_path, policy_version=1)
     path, lock = Path(handle.path), fcntl.flock
@@ -116,6 +129,10 @@ def test_a_receiver_that_comes_as_a_file_is_taken_finds_none(tmp_path: Path, mon
         assert take_over(path, tmp_path / "taken", num_bytes=handle.num_bytes)
         lock(fd, how)
 
+    with path.open("rb") as locked:
+        lock(locked, fcntl.LOCK_EX)
+        with pytest.raises(WeightsMismatch, match="does not exist"):
+            receive(handle, layout(named))
     monkeypatch.setattr(shared_memory.fcntl, "flock", late)
     with pytest.raises(WeightsMismatch, match="does not exist"):
         receive(handle, layout(named))

@@ -29,6 +29,7 @@ from penstock.model.files import (
     num_parameters,
 )
 from penstock.processes.layout import slots_of
+from penstock.processes.visible import has_accelerator
 from penstock.rollout.openai_client import check_endpoint
 from penstock.sandbox import SandboxUnavailable, confinement, select
 from penstock.scheduler.filters import FilterChain
@@ -184,7 +185,7 @@ def check_room(config: Config) -> None:
     remedy = f"free some, or mount {published} larger (in a container: --shm-size)"
     files = "published weights and the next ones"
     check_free("model", published, num_versions * parameters * served + LEAST_MEMORY_BYTES, files, remedy)
-    keeps_weights = config.gives_devices and config.engine_serves_adapters and config.model.device != "cpu"
+    keeps_weights = config.gives_devices and config.engine_serves_adapters and has_accelerator(config)
     if keeps_weights and cluster.address is None:
         check_kept_weights(config.rollout.servers, parameters * served)
 

@@ -199,7 +199,8 @@ class Actor(TrainerRank):
         super().__init__(rank, roles, config=config, place=place)
         trains_first = config.model.warm_start.steps > 0
         self._model = self._policy(model_dir, weights=config.model.path != "tiny", whole=trains_first)
-        self._publisher = WeightsPublisher(weights_dir) if self._ranks.is_first else None
+        locks = self._config.rollout.engine == "penstock"
+        self._publisher = WeightsPublisher(weights_dir, recycles=locks) if self._ranks.is_first else None
         self._model_dir = model_dir
         self._first_version = 0
 
@@ -303,11 +304,11 @@ class Actor(TrainerRank):
         copies: list[RowsCopy] = []
         try:
             for form, publication in parts:
-                copies.append(RowsCopy(Path(os.environ[RUNTIME_DIR])))
+                copies.append(RowsCopy())
                 for name, weight in form.renamed(weights):
                     for start, data in publication.pieces(name, weight.rows, weight.first_row):
                         copies[-1].add(start, data)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # rank 0 waits for the rows, or for the reason why there are none
             return partial(send_failure, send, error)
 
         def send_all() -> None:

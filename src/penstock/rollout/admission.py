@@ -203,7 +203,7 @@ class AdmissionQueue:
             if self._has_parts(admission):
                 return [self._part(admission)]
             num_fitting = 1 + max(room - first - 1, 0) // (further + 1)
-            self._num_overtaking = self._num_overtaking + 1 if running is not next(iter(self._line)) else 0
+            self._num_overtaking += running is not next(iter(self._line))
             admission.sequences += self._start(running, min(running.num_waiting, free, num_fitting))
             admissions.append(admission)
             free -= len(admission.sequences)
@@ -233,6 +233,8 @@ class AdmissionQueue:
 
     def _leave(self, running: RunningRequest) -> None:
         """Remove a request from the line."""
+        if running is next(iter(self._line)):
+            self._num_overtaking = 0
         del self._line[running]
         self._cached.pop(running, None)
         self._forget(running)

@@ -192,10 +192,11 @@ class Publication:
 
 
 class WeightsPublisher:
-    """A publisher of successive versions. It keeps the newest `KEPT_VERSIONS`, and writes over the files of others."""
+    """A publisher of successive versions. It keeps the newest `KEPT_VERSIONS`."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, *, recycles: bool = False) -> None:
+        """`recycles`: write over the files of versions that are not kept. All readers must lock them (`map_file`)."""
+        self.directory, self._recycles = directory, recycles
         left = (path for path in directory.glob("*/") if path.name.isdecimal())
         self._folders = sorted(left, key=lambda path: int(path.name))
         """Published folders, oldest first, including the folders of an earlier publisher that died."""
@@ -223,7 +224,8 @@ class WeightsPublisher:
         opened = Publication(self.directory / str(policy_version), form, adapters=adapters)
         before = [folder for folder in self._folders if folder != opened.folder]
         retired, kept = before[: 1 - KEPT_VERSIONS], before[1 - KEPT_VERSIONS :]
-        opened.create(spare=file_in(retired[-1], adapters=adapters) if retired else None)
+        is_spare = self._recycles and not adapters and retired
+        opened.create(spare=file_in(retired[-1]) if is_spare else None)
         for folder in retired:
             shutil.rmtree(folder, ignore_errors=True)
         self._folders = [*kept, opened.folder]

@@ -12,8 +12,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import NoReturn
 
 import msgspec
@@ -42,9 +40,8 @@ class Announcement(msgspec.Struct, kw_only=True):
 class RowsCopy:
     """A copy of one rank's rows, in the memory of its machine."""
 
-    def __init__(self, directory: Path) -> None:
-        """`directory`: in shared memory. The file gets no name there, so it ends with this process."""
-        self._file = TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - `send` closes it
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.memfd_create("rows"), "r+b", buffering=0)  # it ends with this process
         self._runs: list[tuple[int, int]] = []
         self._num_bytes = 0
 
@@ -66,7 +63,8 @@ class RowsCopy:
             bucket = torch.empty(min(BUCKET_BYTES, self._num_bytes), dtype=torch.uint8)
             for start in range(0, self._num_bytes, BUCKET_BYTES):
                 part = bucket[: self._num_bytes - start]
-                os.preadv(file.fileno(), [part.numpy().data], start)
+                if os.preadv(file.fileno(), [part.numpy().data], start) != part.nbytes:
+                    raise OSError(f"the copy of the rows ends before byte {start + part.nbytes}")
                 send(part)
                 tick()
 

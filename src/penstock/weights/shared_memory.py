@@ -3,9 +3,9 @@ in between.
 
 The fingerprint covers names, shapes, dtypes and bytes. A receiver computes it over the mapped tensors.
 
-The trainer writes a version over the file of a version that it does not keep, because new memory takes the system
-several times as long as the writing. A mapping holds a shared lock on its file, so a file that is mapped is not written
-over.
+For our own servers the trainer writes a version over the file of a version that it does not keep, because new memory
+takes the system several times as long as the writing. A mapping of ours holds a shared lock on its file, so a file that
+is mapped is not written over. Other engines take no lock, and for them each version gets a new file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import mmap
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,9 +76,14 @@ def map_file(path: Path) -> Tensor:
     """
     fd = os.open(path, os.O_RDONLY)
     try:
-        with suppress(OSError):  # where files cannot be locked, none is written over
+        try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if not _names(path, fd):
+            is_taken = not _names(path, fd)
+        except BlockingIOError:
+            is_taken = True
+        except OSError:  # where files cannot be locked, none is written over
+            is_taken = False
+        if is_taken:
             raise WeightsMismatch(f"weights file {path} does not exist")
         memory = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)  # it duplicates `fd`, and so holds the lock
     finally:
