@@ -314,7 +314,7 @@ def test_engines_that_keep_their_weights_in_main_memory_need_room_there(
     monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: SimpleNamespace(available=left * 2**30))
     config = Config.model_validate(
         {
-            "model": {"path": str(tmp_path)},
+            "model": {"path": str(tmp_path), "device": "cuda"},
             "rollout": {"engine": "vllm", "servers": 3},
             "trainer": {"lora": {"rank": 2}},
             "scheduler": {"mode": mode, "max_staleness": int(mode != "colocated")},

@@ -84,7 +84,9 @@ def events(num_steps: int) -> list[dict[str, Any]]:
             "policy_version": 2,
             "reason": "a shorter queue is faster",
             "changes": {"scheduler.max_staleness": [1, 2]},
+            "prediction": {"gain": 1.2},
         },
+        {"time": BEGUN + 6, "event": "judged", "promised": 1.2, "measured": 1.1, "reason": "kept: 1.1 times the speed"},
         {"time": end - 1, "event": "checkpoint", "step": num_steps, "path": f"checkpoints/step_{num_steps}"},
         {"time": end, "event": "state", "from": "running", "to": "completed", "actor": "supervisor", "reason": ""},
     ]

@@ -90,6 +90,8 @@ async def test_evaluations_and_adaptations_come_from_the_events(tmp_path: Path) 
         (adaptation,) = (await dashboard.get(f"runs/{RUN}/adaptations"))["adaptations"]
     assert evaluation["when"] == "before" and evaluation["pass_at"] == {"1": 0.25}
     assert adaptation["changes"] == {"scheduler.max_staleness": [1, 2]} and adaptation["policy_version"] == 2
+    assert adaptation["prediction"] == {"gain": 1.2}
+    assert adaptation["outcome"] == {"promised": 1.2, "measured": 1.1, "reason": "kept: 1.1 times the speed"}
 
 
 async def test_the_timeline_shows_the_last_minute_or_a_window(tmp_path: Path) -> None:

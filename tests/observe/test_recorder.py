@@ -82,6 +82,24 @@ def test_a_validation_that_is_being_played_is_told(tmp_path: Path) -> None:
     recorder.close()
 
 
+def test_changes_of_settings_are_recorded_with_prediction_and_verdict(tmp_path: Path) -> None:
+    changes, undone = {"env.redundancy": [0, 2]}, {"env.redundancy": [2, 0]}
+    recorder = Recorder(tmp_path)
+    recorder.decision("tuning", "1.3 times", {"gain": 1.3, "policy_version": 4, "adapted": changes})
+    verdict = {"promised": 1.3, "measured": 0.9, "noise": 0.01}
+    recorder.decision("tuning", "undone", {**verdict, "policy_version": 9, "adapted": undone})
+    recorder.decision("tuning", "kept", {"promised": 1.2, "measured": 1.1, "noise": 0.01})
+    recorder.close()
+    told = [{**event, "time": 0.0} for event in jsonl.read(tmp_path / "events.jsonl")]
+    changed = {"time": 0.0, "event": "adapted"}
+    assert told == [
+        {**changed, "policy_version": 4, "changes": changes, "reason": "1.3 times", "prediction": {"gain": 1.3}},
+        {"time": 0.0, "event": "judged", "promised": 1.3, "measured": 0.9, "reason": "undone"},
+        {**changed, "policy_version": 9, "changes": undone, "reason": "undone", "prediction": {}},
+        {"time": 0.0, "event": "judged", "promised": 1.2, "measured": 1.1, "reason": "kept"},
+    ]
+
+
 def test_what_environment_workers_count_goes_on_too(tmp_path: Path) -> None:
     for _ in range(2):
         recorder = Recorder(tmp_path)

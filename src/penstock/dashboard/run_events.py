@@ -86,8 +86,17 @@ class RunEvents:
             row = {name: event.get(name) for name in ("time", "policy_version", "reason", "changes")}
             more = {name: event.get(name) or {} for name in ("prediction", "outcome")}
             self._adaptations.append({**row, **more, **others})
+        if kind == "judged":
+            self._judge(event)
         if (mark := mark_of(event, kind)) is not None:
             self._marks.append({"time": time, **mark})
+
+    def _judge(self, event: Record) -> None:
+        """Add the verdict on the latest change of settings that has none. Thresholds are not settings."""
+        for row in reversed(self._adaptations):
+            if not row["outcome"] and any("." in name for name in row["changes"]):
+                row["outcome"] = {name: event.get(name) for name in ("promised", "measured", "reason")}
+                return
 
 
 def mark_of(event: Record, kind: str) -> Record | None:

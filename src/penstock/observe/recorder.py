@@ -148,10 +148,25 @@ class Recorder(Observer):
                 if self._num_tasks is not None and self._groups_failed <= MAX_GIVEN_UP:
                     self.event("given_up", task=task, group=group, reason=reason)
             case {"adapted": changes, "policy_version": version}:
-                self.event("adapted", policy_version=version, changes=changes, reason=reason)
+                self._adapted(reason, changes, version, inputs)
+            case {"promised": promised, "measured": measured}:
+                self.event("judged", promised=promised, measured=measured, reason=reason)
             case {"held_out": num_tasks, "held_out_ended": num_ended}:
                 self._held_out = {"ended": num_ended, "tasks": num_tasks}
         self._timeline.write({"kind": "decision", "decider": decider, "time": time.time(), "reason": reason, **inputs})
+
+    def _adapted(self, reason: str, changes: Mapping[str, Any], version: int, inputs: Mapping[str, Any]) -> None:
+        """Record changed settings with the figures of the prediction, or that a change was undone with its verdict."""
+        figures = {
+            name: value
+            for name, value in inputs.items()
+            if name not in ("adapted", "policy_version") and isinstance(value, int | float | str)
+        }
+        verdict = {name: figures.pop(name) for name in ("promised", "measured") if name in figures}
+        if verdict:
+            self.event("judged", **verdict, reason=reason)
+            figures = {}
+        self.event("adapted", policy_version=version, changes=changes, reason=reason, prediction=figures)
 
     def joined(self, name: str, role: str, *, url: str = "") -> None:
         """Record a new process; `url` is its address if it is a server."""
