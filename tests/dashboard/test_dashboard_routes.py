@@ -8,10 +8,13 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
 from shown_run import BEGUN, RUN, dashboard_of, decision, make_run, span, step_line, write_lines
+
+from penstock.supervisor.run_status import StatusReader
 
 ROUTES = (
     *("status", "settings", "names", "series?names=reward", "evaluations", "timeline", "decisions", "adaptations"),
@@ -92,6 +95,27 @@ async def test_evaluations_and_adaptations_come_from_the_events(tmp_path: Path) 
     assert adaptation["changes"] == {"scheduler.max_staleness": [1, 2]} and adaptation["policy_version"] == 2
     assert adaptation["prediction"] == {"gain": 1.2}
     assert adaptation["outcome"] == {"promised": 1.2, "measured": 1.1, "reason": "kept: 1.1 times the speed"}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"events.jsonl": f'{{"time": 1.0, "event": "evaluation", "when": "x", "step": 1, "reward": 1{"0" * 400}}}'},
+        {"metrics.jsonl": '{"time": 1.0, "step": 21, "reward": "\\ud800"}'},
+        {"config.yaml": "env: {mixture: null}"},
+    ],
+)
+async def test_a_damaged_run_takes_no_other_run_away(tmp_path: Path, damage: dict[str, str]) -> None:
+    make_run(tmp_path)
+    shutil.copytree(tmp_path / RUN, tmp_path / "damaged")
+    for name, text in damage.items():
+        with (tmp_path / "damaged" / name).open("a") as file:
+            file.write(f"{text}\n")
+    async with dashboard_of(tmp_path) as dashboard:
+        rows = {row["id"]: row for row in (await dashboard.get("runs"))["runs"]}
+        await dashboard.get("runs/damaged/status")
+        await dashboard.get("runs/damaged/timeline")
+    assert rows[RUN]["status"] == "completed" and "damaged" in rows
 
 
 async def test_the_timeline_shows_the_last_minute_or_a_window(tmp_path: Path) -> None:
@@ -200,14 +224,17 @@ async def test_damaged_and_half_written_lines_are_left_out_and_counted(tmp_path:
     assert "timeline.jsonl: 7 damaged lines" in found["warnings"]
 
 
-async def test_documents_that_no_run_writes_are_an_error_and_no_defect(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path)
-    (run_dir / "played.json").write_text('{"held_out": 3, "groups_dropped": 1}')
-    (run_dir / "config.yaml").write_text("env: {mixture: 3}\npipeline: eval\n")
+async def test_documents_that_no_run_writes_are_an_error_and_no_defect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(_: StatusReader) -> dict[str, Any]:
+        raise ValueError("a file is damaged")
+
+    make_run(tmp_path)
+    monkeypatch.setattr(StatusReader, "read", damaged)
     async with dashboard_of(tmp_path) as dashboard:
         found = await dashboard.get(f"runs/{RUN}/status", status=500)
         assert "documents of run" in found["error"]["message"]
-        assert (await dashboard.get("runs"))["runs"][0]["status"] == "unreadable"
         await dashboard.get(f"runs/{RUN}/series?names=reward")
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import pytest
 from shown_run import BEGUN, RUN, Client, dashboard_of, decision, make_run, step_line, write_lines
 
 from penstock.dashboard import live
-from penstock.dashboard.opened_run import OpenedRun, Requests
+from penstock.dashboard.opened_run import OpenedRun, OpenedRuns, Requests
+from penstock.supervisor.run_status import StatusReader
 
 LIMIT_S = 30.0
 Events = AsyncIterator[tuple[str, dict[str, Any]]]
@@ -106,6 +107,17 @@ async def test_many_viewers_share_one_look_at_the_files(tmp_path: Path, monkeypa
         assert num_reads <= 6
 
 
+async def test_a_run_without_viewers_is_released(tmp_path: Path) -> None:
+    run_dir, opened = make_run(tmp_path, status="running"), OpenedRuns()
+    hubs = live.Hubs(opened)
+    async with asyncio.timeout(LIMIT_S):
+        async with aclosing(hubs.stream(run_dir)) as one, aclosing(hubs.stream(run_dir)) as other:
+            assert [await anext(one), await anext(other)] == 2 * [live.OPENING]
+            assert hubs.num_runs == 1
+        assert hubs.num_runs == 0
+    opened.close()
+
+
 async def test_a_viewer_that_does_not_read_is_dropped(tmp_path: Path) -> None:
     run = OpenedRun(make_run(tmp_path, status="running"), Requests())
     hub = live.Hub(run)
@@ -125,13 +137,19 @@ async def test_a_viewer_that_does_not_read_is_dropped(tmp_path: Path) -> None:
     run.close()
 
 
-async def test_a_damaged_status_ends_no_stream(tmp_path: Path) -> None:
+async def test_a_damaged_status_ends_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(_: StatusReader) -> dict[str, Any]:
+        raise ValueError("a file is damaged")
+
     run_dir = make_run(tmp_path, status="running")
     async with dashboard_of(tmp_path) as dashboard, viewer(dashboard) as events:
         await next_of(events, "status")
         (run_dir / "played.json").write_text('{"held_out": 3, "groups_dropped": 1}')
         (run_dir / "config.yaml").write_text("env: {mixture: 3}\n")
-        await dashboard.get(f"runs/{RUN}/status", status=500)
+        assert (await dashboard.get(f"runs/{RUN}/status"))["environment"] is None
+        with monkeypatch.context() as patched:
+            patched.setattr(StatusReader, "read", damaged)
+            await dashboard.get(f"runs/{RUN}/status", status=500)
         (run_dir / "config.yaml").write_text("trainer: {steps: 55}\n")
         while (await next_of(events, "status"))["progress"]["steps"] != 55:
             pass

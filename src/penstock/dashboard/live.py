@@ -9,7 +9,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,6 +18,7 @@ import msgspec
 
 from penstock.dashboard.opened_run import OpenedRun, OpenedRuns
 from penstock.deadline import deadline
+from penstock.observe import jsonl
 from penstock.supervisor.known_runs import has_ended
 from penstock.supervisor.run_journal import holds_run
 
@@ -39,9 +41,17 @@ OPENING = b"retry: 2000\n\n"
 COMMENT = b": alive\n\n"
 
 
+def encoded(content: Any) -> bytes:
+    """Return JSON. Numbers that are not finite become null. A damaged file may hold text that UTF-8 cannot."""
+    try:
+        return msgspec.json.encode(content)
+    except UnicodeEncodeError:
+        return jsonl.dumps(content).encode(errors="replace")
+
+
 def message(kind: str, content: Any) -> bytes:
     """Return one server-sent event."""
-    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+    return b"event: " + kind.encode() + b"\ndata: " + encoded(content) + b"\n\n"
 
 
 class Looks:
@@ -107,7 +117,11 @@ class Hub:
         self.num_dropped = 0
         """Viewers that read too slowly."""
 
-    async def stream(self) -> AsyncIterator[bytes]:
+    @property
+    def has_viewers(self) -> bool:
+        return bool(self._viewers)
+
+    async def stream(self) -> AsyncGenerator[bytes]:
         """Yield the messages for one viewer, until it goes."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(MOST_WAITING)
         self._viewers.add(queue)
@@ -178,6 +192,11 @@ class Hubs:
         self._opened = opened
         self._hubs: dict[Path, Hub] = {}
 
+    @property
+    def num_runs(self) -> int:
+        """Number of runs with viewers."""
+        return len(self._hubs)
+
     def close(self) -> None:
         """End all streams."""
         for hub in self._hubs.values():
@@ -189,5 +208,10 @@ class Hubs:
         hub = self._hubs.get(run_dir)
         if hub is None or hub.run is not run or (hub.task is not None and hub.task.done()):
             hub = self._hubs[run_dir] = Hub(run)
-        async for each in hub.stream():
-            yield each
+        try:
+            async with aclosing(hub.stream()) as messages:
+                async for each in messages:
+                    yield each
+        finally:
+            if not hub.has_viewers and self._hubs.get(run_dir) is hub:
+                del self._hubs[run_dir]

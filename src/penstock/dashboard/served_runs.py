@@ -72,14 +72,10 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 def _row(run_dir: Path) -> Row:
     try:
-        found = describe(run_dir)
+        found = {**describe(run_dir), "held_out": _held_out(run_dir)}
     except (OSError, *DAMAGED):
-        found = {"status": "unreadable"}
-    return {
-        "id": run_dir.name,
-        **{key: found.get(key) for key in KEPT},
-        "held_out": _held_out(run_dir),
-    }
+        found = {"status": "unreadable", "held_out": None}
+    return {"id": run_dir.name, **{key: found.get(key) for key in (*KEPT, "held_out")}}
 
 
 def _held_out(run_dir: Path) -> float | None:

@@ -29,7 +29,7 @@ from penstock.dashboard import exports
 from penstock.dashboard.access import Access, NoAccess, cookie_header
 from penstock.dashboard.decision_pages import Filter
 from penstock.dashboard.groups import MAX_ROWS, BadQuery, UnknownGroup
-from penstock.dashboard.live import Hubs, in_thread
+from penstock.dashboard.live import Hubs, encoded, in_thread
 from penstock.dashboard.log_pages import log_page
 from penstock.dashboard.opened_run import MOST_SERIES, OpenedRun, OpenedRuns, partly
 from penstock.dashboard.renderers import RendererError, Renderers, rendered
@@ -63,12 +63,12 @@ Answer = dict[str, Any]
 
 
 class JsonResponse(Response):
-    """An answer in JSON. Numbers that are not finite become null."""
+    """An answer in JSON."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return msgspec.json.encode(content)
+        return encoded(content)
 
 
 def error(message: str, status: int) -> Response:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from penstock.config.imports import away_from_foreign
+from penstock.config.trajectory_dump import KEPT_TOKENS
 
 SETTINGS_FILES = ("wandb/settings", ".wandb/settings", ".env")
 """Settings that libraries read below the working directory."""
@@ -145,7 +146,7 @@ class Trackio(Tracker):
 
     def show(self, x: int, rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows:
-            facts = {name: value for name, value in row.items() if name not in ("messages", "branches")}
+            facts = {name: value for name, value in row.items() if name not in ("messages", "branches", KEPT_TOKENS)}
             self._run.log({"trajectory": self._trace(messages=row["messages"], metadata=facts)}, step=x)
 
     def close(self) -> None:

@@ -62,11 +62,12 @@ def short_status(
 ) -> dict[str, Any]:
     """Return the summary of a run from its state, its settings and the last lines of its metrics."""
     status, env = status_of(run_dir, state), config.get("env", {})
-    rewards = [line["reward"] for line in lines if line.get("reward") is not None]
+    rewards = [line["reward"] for line in lines if isinstance(line.get("reward"), int | float)]
+    mixture = env.get("mixture")
     return {
         "run_id": run_dir.name,
         "status": status,
-        "environment": " + ".join(env.get("mixture", {})) or env.get("name"),
+        "environment": " + ".join(mixture if isinstance(mixture, dict) else ()) or env.get("name"),
         "pipeline": config.get("pipeline", "train"),
         "started": state.get("started"),
         "wall_seconds": wall_seconds(state, now=_last_sign(run_dir, lines) if status == LOST else time.time()),

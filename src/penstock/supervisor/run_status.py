@@ -47,7 +47,7 @@ SAMPLE_S = 0.2
 """Seconds between the two samples that give the processor use."""
 DECIDER = re.compile(rb'"decider": ?"((?:[^"\\]|\\.)*)"')
 """The decider in a line of timeline.jsonl."""
-DAMAGED = (AttributeError, KeyError, LookupError, TypeError, ValueError)
+DAMAGED = (ArithmeticError, AttributeError, KeyError, LookupError, TypeError, ValueError)
 """What a record raises that no run wrote, when it is read."""
 
 
