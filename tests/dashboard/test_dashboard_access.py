@@ -46,6 +46,16 @@ async def test_a_page_of_another_origin_gets_nothing(tmp_path: Path) -> None:
         assert await answer_to(dashboard, "GET", "/api/runs", **{"Sec-Fetch-Site": "same-origin"}) == 200
 
 
+async def test_a_link_on_another_page_opens_the_dashboard(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    followed = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    async with dashboard_of(tmp_path) as dashboard:
+        assert await answer_to(dashboard, "GET", "/", **followed) == 200
+        assert await answer_to(dashboard, "GET", "/", **{**followed, "Sec-Fetch-Dest": "iframe"}) == 403
+        assert await answer_to(dashboard, "GET", "/api/runs", **followed) == 403
+        assert await answer_to(dashboard, "POST", f"/api/runs/{RUN}/stop", **followed) == 403
+
+
 async def test_a_stop_needs_key_origin_and_confirmation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[Path] = []
 

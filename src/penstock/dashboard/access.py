@@ -81,7 +81,8 @@ class Access:
         """Return how a request is allowed. Raises `NoAccess`. `controls`: the request changes something."""
         headers = Headers(scope=scope)
         origins = self._check_host(headers)
-        self._check_origin(headers, origins, controls=controls)
+        if controls or not _opens_page(scope, headers):
+            self._check_origin(headers, origins, controls=controls)
         given = parse_qs(scope["query_string"].decode("latin-1")).get("key", [])
         if given and self._is_key(given[-1]):
             return "by key"
@@ -125,6 +126,14 @@ class Access:
 
     def _is_key(self, given: str) -> bool:
         return hmac.compare_digest(given.encode("utf-8", "replace"), self.key.encode())
+
+
+def _opens_page(scope: Scope, headers: Headers) -> bool:
+    """Return whether a browser opens a page of the dashboard, perhaps from a link on a page of another origin. That
+    page cannot read the answer."""
+    kinds = headers.get("sec-fetch-mode", ""), headers.get("sec-fetch-dest", "")
+    is_read = scope["method"] == "GET" and not scope["path"].startswith("/api")
+    return is_read and kinds == ("navigate", "document") and "origin" not in headers
 
 
 def cookie_header(access: Access) -> str:
