@@ -10,6 +10,7 @@ import logging
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,8 @@ from penstock.dashboard.opened_run import MOST_SERIES, OpenedRun, OpenedRuns, pa
 from penstock.dashboard.renderers import RendererError, Renderers, rendered
 from penstock.dashboard.served_runs import ServedRuns
 from penstock.dashboard.trajectory_pages import UnknownEpisode
+from penstock.supervisor.run_journal import read_state
+from penstock.supervisor.states import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +59,8 @@ MOST_LOG_LINES = 5000
 MAX_BODY_BYTES = 4096
 BODY_S = 10.0
 """Time limit for the body of a request to arrive."""
-STOP_S = 5.0
-"""Time for `penstock stop` to refuse. If it still runs then, the run is stopping."""
+STOP_S, STOP_LOOK_S = 5.0, 0.1
+"""Time for `penstock stop` to refuse, and seconds between two looks. If it still runs then, the run is stopping."""
 
 Answer = dict[str, Any]
 
@@ -322,7 +325,8 @@ async def confirmation(request: Request) -> str:
 
 async def stop_run(run_dir: Path, running: set[asyncio.Task[None]]) -> str | None:
     """Start `penstock stop` for a run. Return why it refuses; None if the run is stopping. The command ends with the
-    run."""
+    run, and a dashboard beside a training soon after, so the answer does not wait for it."""
+    had_ended = await in_thread(is_ending, run_dir)
     words = [sys.executable, "-P", "-m", "penstock.cli.main", "stop", str(run_dir)]
     command = await asyncio.create_subprocess_exec(
         *words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
@@ -340,8 +344,17 @@ async def stop_run(run_dir: Path, running: set[asyncio.Task[None]]) -> str | Non
     task = asyncio.create_task(listen())
     running.add(task)
     task.add_done_callback(running.discard)
-    await asyncio.wait([task], timeout=STOP_S)
+    limit = time.monotonic() + STOP_S
+    while not task.done() and time.monotonic() < limit:
+        if not had_ended and await in_thread(is_ending, run_dir):
+            break
+        await asyncio.wait([task], timeout=STOP_LOOK_S)
     return refusals[0] if refusals else None
+
+
+def is_ending(run_dir: Path) -> bool:
+    """Return whether a run is stopping or has ended, as its supervisor wrote."""
+    return (read_state(run_dir) or {}).get("status") not in (RunState.PENDING, RunState.STARTING, RunState.RUNNING)
 
 
 def not_found(request: Request) -> Response:
