@@ -254,6 +254,30 @@ def test_a_live_run_goes_on_and_keeps_the_focus(open_page: Callable[..., Page], 
     page.wait_for_selector(".note:has-text('the reward has stood still')")
 
 
+def test_many_tabs_of_an_ended_run_leave_room_for_more(open_page: Callable[..., Page], url: str) -> None:
+    first = open_page(f"{url}#/finished/overview")
+    first.wait_for_selector(".line[data-state=ended]")
+    for _ in range(7):  # a browser has six connections for all tabs of one server
+        page = first.context.new_page()
+        page.goto(f"{url}#/finished/overview")
+        page.wait_for_selector(".line[data-state=ended]")
+        page.wait_for_selector(SHOWN)
+
+
+def test_a_hidden_page_holds_no_stream(open_page: Callable[..., Page], url: str, live: WrittenRun) -> None:
+    page = open_page(f"{url}#/live/overview")
+    page.wait_for_selector(".line[data-state=live]")
+    turn_visibility = """hidden => {
+        Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});
+        document.dispatchEvent(new Event('visibilitychange'));
+    }"""
+    with page.expect_event("requestfailed", lambda request: request.url.endswith("/runs/live/live")):
+        page.evaluate(turn_visibility, True)
+    live.take_step(time.time())
+    page.evaluate(turn_visibility, False)
+    page.wait_for_selector(f"header :text('step {live.step} of')")
+
+
 def test_a_live_run_is_followed_on_the_timeline(open_page: Callable[..., Page], url: str, live: WrittenRun) -> None:
     page = open_page(f"{url}#/live/timeline")
     page.wait_for_selector("button[aria-pressed=true]:has-text('Follow')")

@@ -1,9 +1,14 @@
-/* One stream of server-sent events for the run on show. */
+/*
+ * One stream of server-sent events for the run on show. A browser has six connections for all tabs of one server, so a
+ * hidden page holds none, and the page of an ended run only looks now and then whether the run was resumed.
+ */
 
 import { address } from "./api.js";
+import { OVER } from "./words.js";
 
 const KINDS = ["status", "step", "decisions", "ended"];
 const AGAIN_MS = [1000, 2000, 5000, 10000];
+const ENDED_AGAIN_MS = 30000;
 
 /**
  * Follow a run. Returns `{on(kind, callback), close(), state}`; `on` returns a function that ends the subscription.
@@ -24,8 +29,8 @@ export function follow(run) {
       return () => callbacks.get(kind).delete(callback);
     },
     close() {
-      clearTimeout(timer);
-      source?.close();
+      document.removeEventListener("visibilitychange", turn);
+      pause();
       callbacks.clear();
     },
   };
@@ -40,27 +45,44 @@ export function follow(run) {
     emit("connection", state);
   }
 
+  function pause() {
+    clearTimeout(timer);
+    source?.close();
+  }
+
+  /** Open the stream of a visible page, and close that of a hidden one. */
+  function turn() {
+    pause();
+    if (!document.hidden) open();
+  }
+
   function open() {
     source = new EventSource(address(["runs", run, "live"]));
     source.onopen = () => {
       failures = 0;
-      become("live");
+      if (live.state !== "ended") become("live");
     };
     source.onerror = () => {
-      source.close();
+      pause();
       become("reconnecting");
       timer = setTimeout(open, AGAIN_MS[Math.min(failures++, AGAIN_MS.length - 1)]);
     };
     for (const kind of KINDS) {
       source.addEventListener(kind, (event) => {
         const value = JSON.parse(event.data || "null");
-        if (kind === "ended") become("ended"); // the stream goes on: the run may be resumed
-        if (kind === "step" && live.state === "ended") become("live");
-        emit(kind, value);
+        if (kind === "status" && live.state === "ended" && !OVER.has(value.status)) become("live"); // it was resumed
+        const isKnown = live.state === "ended" && kind !== "status";
+        if (kind === "ended") {
+          pause();
+          timer = setTimeout(open, ENDED_AGAIN_MS);
+          become("ended");
+        }
+        if (!isKnown) emit(kind, value);
       });
     }
   }
 
-  open();
+  document.addEventListener("visibilitychange", turn);
+  turn();
   return live;
 }

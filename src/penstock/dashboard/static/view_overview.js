@@ -4,12 +4,11 @@ import { chart, last, smooth, withPoints } from "./charts.js";
 import { append, button, command, debounced, empty, fill, h, refresh as update } from "./dom.js";
 import { ledgerFlow } from "./flow.js";
 import { NONE, ago, count, moment, number, percent, plain, plural, spoken } from "./format.js";
-import { phaseAbout, stateClass } from "./words.js";
+import { OVER, phaseAbout, stateClass } from "./words.js";
 
 const LEAST_REFRESH_MS = 3000;
 const REFRESH_COST = 50; // the server works at most 1/50 of the time for the curves of a viewer
 const KEPT_CHARTS = "penstock.charts";
-const OVER = new Set(["completed", "stopped", "failed", "lost"]);
 const HALF = 0.5;
 const POINTS = 600;
 const MOST_NAMES = 60; // in one request

@@ -2,6 +2,9 @@
 
 const STATES = { running: "calm", ready: "good", completed: "good", failed: "bad", fatal: "bad", dead: "bad", crashed: "bad", killed: "bad", starting: "calm", pending: "calm", attached: "good", stopping: "warn", suspended: "warn", degraded: "warn", backoff: "warn", lost: "bad" };
 
+/** States in which a run stays until a user acts. */
+export const OVER = new Set(["completed", "stopped", "failed", "lost", "unknown", "unreadable"]);
+
 /** Return the style of a state of a run or a process. */
 export function stateClass(state) {
   return STATES[state] ?? "";
