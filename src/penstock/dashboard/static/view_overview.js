@@ -391,7 +391,11 @@ function learning({ status, evaluations, data }) {
   ]);
   if (held.length > 1) {
     const [from, to] = [held[0].reward, latest.reward];
-    const noise = 1 / Math.sqrt(Math.max(1, latest.tasks ?? 1));
+    const rewards = held.map((each) => each.reward);
+    const [least, best] = [Math.min(...rewards), Math.max(...rewards)];
+    const isShare = least >= 0 && best <= 1;
+    const noise = isShare ? 1 / Math.sqrt(Math.max(1, latest.tasks ?? 1)) : HALF * (best - least);
+    if (best - from > noise && best - to > noise) return card(question, `No longer: the held-out reward rose from ${number(from)} to ${number(best)}, and fell to ${number(to)}.`, facts);
     const said = to - from > noise ? "Yes: the held-out reward rose" : from - to > noise ? "No: the held-out reward fell" : "Not clearly: the held-out reward went";
     return card(question, `${said} from ${number(from)} to ${number(to)}.`, facts);
   }
@@ -427,7 +431,7 @@ function speed(status, run, link) {
     status.pipeline === "train" ? meter("trainer busy", trainer) : null,
     meter("servers busy", generator, "two"),
     typeof trainer === "number" && typeof generator === "number" && Math.max(trainer, generator) < HALF ? h("p", { class: "more" }, "Neither computes for half of the time: environments, rewards, weight updates or too few cores may hold both up. ", h("a", { href: link(run, "timeline") }, "See the timeline")) : null,
-    most ? h("p", { class: "more muted" }, `If the busier side never waited: at most ${count(most)} trained tokens/s.`) : null,
+    most ? h("p", { class: "more muted" }, `If the busier side never waited: about ${count(most)} trained tokens/s.`) : null,
     facts.length ? h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])) : null);
 }
 
@@ -452,7 +456,7 @@ function scheduling({ status, chosen }, run, link) {
   const feedback = (status.decisions ?? []).find((each) => each.decider === "feedback");
   const mode = chosen["scheduler.mode"];
   const answer = adapted ? `Last change: ${Object.entries(adapted.changes).map(([name, [before, after]]) => `${name} ${plain(before)} → ${plain(after)}`).join(", ")}.`
-    : feedback ? `Nothing so far: ${feedback.reason}.` : "Nothing so far.";
+    : feedback ? `No setting so far: ${feedback.reason}.` : "No setting so far.";
   return card("What did the scheduler change?", answer,
     adapted ? h("p", { class: "more muted" }, `${adapted.reason}, ${ago(adapted.time)}`) : null,
     h("dl", { class: "facts" },
