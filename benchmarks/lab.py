@@ -130,6 +130,7 @@ def train_run(config: Path, runs: Path, name: str, seed: int, overrides: Iterabl
     if _completed(run_dir) and made.exists() and asked.items() <= json.loads(made.read_text()).items():
         return run_dir
     shutil.rmtree(run_dir, ignore_errors=True)
+    runs.mkdir(parents=True, exist_ok=True)
     made.write_text(json.dumps(asked | {"commit": commit()}))
     started = time.monotonic()
     with (runs / f"{run_dir.name}.log").open("w") as log:

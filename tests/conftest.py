@@ -13,6 +13,8 @@ from session_guard import SessionGuard
 from worker_groups import GroupScheduling, group_of, rank_of, write_groups
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
     from xdist.remote import Producer
 
@@ -64,6 +66,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     if is_xdist_worker(session.config):
         write_groups(session.items, os.environ["PYTEST_XDIST_WORKER"])
+
+
+@pytest.fixture(autouse=True)
+def _own_interface() -> Iterator[None]:
+    """Let no test leave the network interface of its process group to the runs of later tests."""
+    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    before = {name: os.environ.get(name) for name in variables}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
