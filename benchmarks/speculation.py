@@ -143,7 +143,7 @@ def tokens_per_step(answers: Sequence[Answer], draft: Draft, k: int) -> float:
 
 
 def train(lab: Lab) -> dict[str, Path]:
-    """Return the directories of the runs whose policies answer."""
+    """Train on a task with short answers and one with long answers. Return the directories of the runs."""
     kept = [f"trainer.steps={LATER}", f"trainer.checkpoint_every={LATER - EARLIER}", "trainer.keep_checkpoints=3"]
     quiet = ["observe.plots=false", "observe.progress=false"]
     if lab.quick:

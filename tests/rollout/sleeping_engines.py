@@ -4,13 +4,20 @@ dies where the real engine dies. Its weights are the text of a file."""
 from __future__ import annotations
 
 import asyncio
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+
+from penstock.rollout.client import ServerClient
+from penstock.rollout.servers import Servers
+from penstock.samples import Segment
+from penstock.types import EpisodeId, Sampling, SegmentGrant, WeightsHandle
 
 DUMMY, GARBAGE = "dummy", "garbage"
 """What weights are before the first update, and where memory was mapped without being filled."""
@@ -330,3 +337,44 @@ class SleepingSGLang(SleepingEngine):
 
 
 ENGINES: dict[str, type[SleepingEngine]] = {"vllm": SleepingVllm, "sglang": SleepingSGLang}
+
+
+E = TypeVar("E", bound=SleepingEngine)
+
+
+@asynccontextmanager
+async def started(engine: E) -> AsyncIterator[E]:
+    """Serve until the end of the block."""
+    await engine.server.start_server()
+    yield engine
+    engine.end_all()
+    await engine.server.close()
+
+
+NOTHING = Segment(token_ids=[], logprobs=[], spans=[], finish_reason="abort")
+
+
+def lose(handle: WeightsHandle) -> None:
+    Path(handle.path).unlink()
+
+
+def grant(episode: int, max_tokens: int) -> SegmentGrant:
+    return SegmentGrant(episode=EpisodeId("tag", 0, episode, 0), max_tokens=max_tokens)
+
+
+async def ask(target: ServerClient | Servers, episode: int = 0, max_tokens: int = 4) -> Segment:
+    (segment,) = await target.generate([3], [grant(episode, max_tokens)], Sampling(), [1])
+    return segment
+
+
+async def answered(engine: SleepingEngine, call: asyncio.Task[Segment]) -> Segment:
+    async with asyncio.timeout(10):
+        while not call.done():
+            engine.step()
+            await asyncio.sleep(0)
+    return call.result()
+
+
+def rarely(chance: random.Random) -> Callable[[str], bool]:
+    """One call in ten fails."""
+    return lambda path: chance.random() < 0.1

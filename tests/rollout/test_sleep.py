@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sleeping_engines import DUMMY, ENGINES, SleepingEngine, SleepingVllm
+from sleeping_engines import DUMMY, ENGINES, NOTHING, SleepingEngine, SleepingVllm, answered, ask, lose, rarely, started
 from tiny_policy import until
 
 from penstock.deadline import Stalled
@@ -20,9 +20,7 @@ from penstock.rollout.client import ASLEEP, ServerClient
 from penstock.rollout.servers import Engine, Servers, connect
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.samples import Segment
-from penstock.types import EpisodeId, Sampling, SegmentGrant, WeightsHandle
-
-NOTHING = Segment(token_ids=[], logprobs=[], spans=[], finish_reason="abort")
+from penstock.types import WeightsHandle
 
 
 def contents(version: int) -> str:
@@ -37,31 +35,10 @@ def published(folder: Path, version: int) -> WeightsHandle:
     return WeightsHandle(policy_version=version, path=str(path), num_bytes=path.stat().st_size, fingerprint="none")
 
 
-def lose(handle: WeightsHandle) -> None:
-    Path(handle.path).unlink()
-
-
-def grant(episode: int, max_tokens: int) -> SegmentGrant:
-    return SegmentGrant(episode=EpisodeId("tag", 0, episode, 0), max_tokens=max_tokens)
-
-
-async def ask(target: ServerClient | Servers, episode: int = 0, max_tokens: int = 4) -> Segment:
-    (segment,) = await target.generate([3], [grant(episode, max_tokens)], Sampling(), [1])
-    return segment
-
-
 @pytest.fixture(params=["vllm", "sglang"])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[SleepingEngine]:
-    async for each in started(request.param):
-        yield each
-
-
-async def started(kind: Engine) -> AsyncIterator[SleepingEngine]:
-    engine = ENGINES[kind]()
-    await engine.server.start_server()
-    yield engine
-    engine.end_all()
-    await engine.server.close()
+    async with started(ENGINES[request.param]()) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -118,14 +95,6 @@ async def test_the_calls_of_a_turn_in_their_order(
         ]
     assert (engine.weights, engine.released, engine.paused) == (contents(3), set(), False)
     assert await client.served_version() == 3
-
-
-async def answered(engine: SleepingEngine, call: asyncio.Task[Segment]) -> Segment:
-    async with asyncio.timeout(10):
-        while not call.done():
-            engine.step()
-            await asyncio.sleep(0)
-    return call.result()
 
 
 async def test_running_requests_end_with_what_they_have_and_later_ones_at_once(
@@ -293,7 +262,7 @@ async def test_memory_is_not_released_while_a_server_is_brought_up(
 
 async def test_a_server_that_was_away_for_long_gives_its_memory_again(kind: Engine, tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
-        both = [await stack.enter_async_context(asynccontextmanager(started)(kind)) for _ in range(2)]
+        both = [await stack.enter_async_context(started(ENGINES[kind]())) for _ in range(2)]
         servers = Servers([each.url for each in both], engine=kind, takes_turns=True)
         stack.push_async_callback(servers.close)
         for version in range(1, 7):
@@ -319,8 +288,7 @@ async def test_a_server_without_the_option_is_refused(engine: SleepingEngine, cl
 
 
 async def test_vllm_on_a_cpu_has_no_sleep_mode_and_needs_none() -> None:
-    async for engine in started("vllm"):
-        assert isinstance(engine, SleepingVllm)
+    async with started(SleepingVllm()) as engine:
         engine.enabled, engine.device = False, "cpu"
         session = HttpSession()
         await connect("vllm", engine.url, session, takes_turns=True).check()
@@ -396,8 +364,3 @@ async def test_no_token_has_another_label_than_its_weights(
     for label, weights in (each for tokens in told for each in tokens):
         assert not label.isdecimal() or weights == contents(int(label))
         assert label.isdecimal() or weights == DUMMY or label == "unknown"
-
-
-def rarely(chance: random.Random) -> Callable[[str], bool]:
-    """One call in ten fails."""
-    return lambda path: chance.random() < 0.1

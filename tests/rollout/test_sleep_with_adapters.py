@@ -9,8 +9,18 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from sleeping_engines import ENGINES, SleepingEngine, SleepingSGLang, SleepingVllm
-from test_sleep import NOTHING, answered, ask, lose, rarely
+from sleeping_engines import (
+    ENGINES,
+    NOTHING,
+    SleepingEngine,
+    SleepingSGLang,
+    SleepingVllm,
+    answered,
+    ask,
+    lose,
+    rarely,
+    started,
+)
 
 from penstock.deadline import Stalled
 from penstock.rollout import servers as servers_module
@@ -51,10 +61,8 @@ async def engine(kind: Engine) -> AsyncIterator[SleepingEngine]:
     engine.weights = BASE
     if isinstance(engine, SleepingSGLang):
         engine.backs_up = True
-    await engine.server.start_server()
-    yield engine
-    engine.end_all()
-    await engine.server.close()
+    async with started(engine):
+        yield engine
 
 
 @pytest.fixture

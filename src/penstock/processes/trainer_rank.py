@@ -319,8 +319,8 @@ class Actor(TrainerRank):
 
     @cached_property
     def _far_shards(self) -> list[int]:
-        """Numbers of the shards whose ranks are on other machines than rank 0. The first ranks have one copy of the
-        model, and rank `i` has its shard `i`."""
+        """Numbers of the shards whose ranks are on other machines than rank 0. The first ranks hold one copy of the
+        model together, and rank `i` of them has shard `i`."""
         first = self._place * self._ranks.size
         near = next(node.numbers for node in trainer_nodes(self._config) if first in node.numbers)
         return [number for number in range(self._held.shard.num_shards) if first + number not in near]

@@ -222,9 +222,8 @@ class VllmClient(EngineClient):
     async def release(self) -> None:
         await self._post(PAUSES["retract"])
         await self.label_weights(ASLEEP)  # after the last token of the weights before
-        await self._post(
-            SLEEP.format(KEEP if self.serves_adapters else DISCARD)
-        )  # it also ends requests that came since the pause
+        level = KEEP if self.serves_adapters else DISCARD
+        await self._post(SLEEP.format(level))  # it also ends requests that came since the pause
 
     async def _replace_weights(self, handle: WeightsHandle) -> None:
         """Pause, make every worker load the directory, set the version label, and continue. A failure in between leaves
