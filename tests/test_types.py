@@ -25,7 +25,7 @@ from penstock.samples import (
     path_to,
     place_of,
 )
-from penstock.types import NO_VERSION, EpisodeId, FinishReason
+from penstock.types import NO_VERSION, RECEIVE_S, AdaptersForm, EpisodeId, FinishReason, WeightsHandle
 
 token_ids = st.integers(0, 2**31 - 1)
 logprobs = st.floats(-50, 0, width=32)
@@ -292,3 +292,13 @@ def test_turns_as_samples_of_their_own(turns: list[Turn]) -> None:
         for column in ("logprobs", "versions"):
             assert getattr(part, column)[here].tolist() == getattr(whole, column)[:length][here].tolist()
     assert trained.tolist() == whole.loss_mask.tolist()
+
+
+def test_large_weights_have_longer_to_arrive() -> None:
+    def handle(num_bytes: float, base: WeightsHandle | None = None) -> WeightsHandle:
+        form = AdaptersForm(base=base, rank=2, alpha=4, targets=()) if base else None
+        return WeightsHandle(policy_version=1, path="", num_bytes=int(num_bytes), fingerprint="", adapters=form)
+
+    assert handle(1e9).receive_limit_s == handle(10e9).receive_limit_s == RECEIVE_S
+    assert handle(64e9).receive_limit_s > 64e9 / 125e6, "a network of 1 Gbit/s takes so long"
+    assert handle(1e6, base=handle(64e9)).receive_limit_s > handle(64e9).receive_limit_s

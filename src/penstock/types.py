@@ -40,6 +40,8 @@ MAX_VERSION = 2**31 - 1
 """Trajectories keep versions as 32-bit integers."""
 MOST_METRICS, MAX_METRIC_NAME = 64, 64
 """Most metrics of an episode that an environment may give, and characters of their names."""
+RECEIVE_S, SLOWEST_BYTES_PER_S = 300.0, 50e6
+"""A server has so long for getting and verifying weights, or as long as they take at this rate."""
 NO_VERSION = -1
 """Version of positions that no policy sampled (prompts, observations), and of servers without weights."""
 
@@ -234,6 +236,13 @@ class WeightsHandle:
     """HOST:PORT where other machines ask for a broadcast of this file; empty if there is none."""
     adapters: AdaptersForm | None = None
     """None if the file has all weights. Else it has low-rank adapters of some of them, float32, in peft's format."""
+
+    @property
+    def receive_limit_s(self) -> float:
+        """How long a server may take to get and verify these weights, and those to which they are added."""
+        base = self.adapters and self.adapters.base
+        num_bytes = self.num_bytes + (base.num_bytes if base else 0)
+        return max(RECEIVE_S, num_bytes / SLOWEST_BYTES_PER_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,8 +37,8 @@ from penstock.rollout.client import ASLEEP, UNKNOWN
 from penstock.rollout.http import HANDLE_FORMAT, Refused, Route, answer, answer_error, error_object, read_body
 from penstock.rollout.request import GenerateRequest, SamplingParams
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.update import RECEIVE_TIMEOUT_S, CommittedWeights, StagedWeights, Tensors, WeightsUpdate
-from penstock.types import NO_VERSION, WeightsHandle
+from penstock.rollout.update import CommittedWeights, StagedWeights, Tensors, WeightsUpdate
+from penstock.types import NO_VERSION, RECEIVE_S, WeightsHandle
 from penstock.weights.collective import DEFAULT_GROUP, GroupName, Groups, GroupTensors, Rendezvous
 
 CONTROL_TIMEOUT_S = 60.0
@@ -295,7 +295,7 @@ class SGLang:
         if self._update.is_open(self._bracket):
             raise ValueError("a weight update has begun: end it before weights come from disk")
         version = self._version(body.weight_version)
-        async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource=body.model_path, holder="its storage"):
+        async with deadline(RECEIVE_S, waiter="server", resource=body.model_path, holder="its storage"):
             handle = await asyncio.to_thread(self._read_directory, Path(body.model_path), version)
         served = await self._serve(handle, abort=body.abort_all_requests)
         self._model_path = body.model_path
@@ -366,7 +366,7 @@ class SGLang:
 
     async def _read_tensors(self, body: FromTensorBody) -> Tensors:
         texts = body.serialized_named_tensors or []
-        async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource="serialized tensors", holder="a thread"):
+        async with deadline(RECEIVE_S, waiter="server", resource="serialized tensors", holder="a thread"):
             return await asyncio.to_thread(self._read_payload, texts, body.load_format)
 
     async def _add_bucket(

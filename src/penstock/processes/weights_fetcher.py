@@ -26,8 +26,6 @@ from penstock.supervisor.procfs import boot_id
 from penstock.supervisor.runtime import runtime_dirs
 from penstock.types import WeightsHandle
 
-FETCH_S = 300.0
-"""Time limit for getting and verifying one file."""
 ENGINE = "engine"
 """Folder of the runtime directory for what engines read, with a subfolder for each server."""
 ANSWERER = "penstock.processes.fetching_process:FetchAnswerer"
@@ -84,10 +82,10 @@ class WeightsFetcher:
     async def fetch(self, handle: WeightsHandle) -> FetchedWeights:
         """Return where the weights lie on this machine. Raises `WeightsOutOfReach`, ValueError if they are damaged,
         `Refused` with status 503 if the child ends, and `Stalled`. A cancelled call ends the child."""
-        waiter, resource = self._own.name, f"policy_version {handle.policy_version}"
+        waiter, resource, limit_s = self._own.name, f"policy_version {handle.policy_version}", handle.receive_limit_s
         async with (
-            holding(self._lock, FETCH_S, waiter=waiter, resource=resource, holder="an earlier version"),
-            deadline(FETCH_S, waiter=waiter, resource=resource, holder="the trainer's machine"),
+            holding(self._lock, limit_s, waiter=waiter, resource=resource, holder="an earlier version"),
+            deadline(limit_s, waiter=waiter, resource=resource, holder="the trainer's machine"),
         ):
             if handle.machine == boot_id() and (size := await asyncio.to_thread(_size, handle.path)) is not None:
                 if size != handle.num_bytes:

@@ -57,9 +57,9 @@ PROBE_S = 2.0
 """Timeout for a call that needs no work from the server."""
 ANSWER_S = 6 * 3600.0
 """Timeout for a generated answer. The caller has its own deadline and watches the server meanwhile."""
-BEGIN_S = 330.0
+BEGIN_SLACK_S = 30.0
 COMMIT_S: dict[UpdateMode, float] = {"in_place": 90.0, "retract": 90.0, "drain": 1860.0}
-"""Timeouts for staging (`BEGIN_S`) and committing weights, a little longer than the server's own deadlines."""
+"""Staging (with this slack) and committing weights have timeouts a little longer than the server's own deadlines."""
 RESUME_S = 10.0
 """Timeout for continuing generation after a pause."""
 
@@ -399,7 +399,7 @@ class RolloutClient(ServerClient):
         await self._post("/weights/forget", {})
 
     async def begin_weights(self, handle: WeightsHandle) -> None:
-        await self._change_weights("begin", handle, handle, timeout_s=BEGIN_S)
+        await self._change_weights("begin", handle, handle, timeout_s=handle.receive_limit_s + BEGIN_SLACK_S)
 
     async def commit_weights(self, handle: WeightsHandle) -> None:
         body = bodies.CommitBody(policy_version=handle.policy_version, mode=self.update_mode)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.deadline import deadline
 from penstock.rollout import bodies
-from penstock.rollout.client import ASLEEP, BEGIN_S, CONFLICT, ServedLabel, ServerClient
+from penstock.rollout.client import ASLEEP, BEGIN_SLACK_S, CONFLICT, ServedLabel, ServerClient
 from penstock.rollout.served_adapters import HELD, ServedAdapters, name_of
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.samples import Segment
@@ -94,7 +94,8 @@ class EngineClient(ServerClient):
 
     async def _fetch(self, handle: WeightsHandle) -> WeightsHandle:
         """Return the handle with the path of the file on the machine of the engine."""
-        fetched = await self._session.call("POST", self.url, FETCH, handle, bodies.FetchedWeights, timeout_s=BEGIN_S)
+        limit_s = handle.receive_limit_s + BEGIN_SLACK_S
+        fetched = await self._session.call("POST", self.url, FETCH, handle, bodies.FetchedWeights, timeout_s=limit_s)
         self.transport = fetched.transport
         return replace(handle, path=fetched.path, url="")
 

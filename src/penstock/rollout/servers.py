@@ -29,7 +29,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from penstock.deadline import Stalled, holding, report, warn_if_stalled
 from penstock.ports.training import TrainerLost, WeightsSender
-from penstock.rollout.client import BEGIN_S, COMMIT_S, CONFLICT, Claimed, RolloutClient, ServerClient
+from penstock.rollout.client import BEGIN_SLACK_S, COMMIT_S, CONFLICT, Claimed, RolloutClient, ServerClient
 from penstock.rollout.session import HttpSession, RolloutError
 from penstock.rollout.sglang_client import SGLangClient
 from penstock.rollout.vllm_client import VllmClient
@@ -38,6 +38,7 @@ from penstock.routed_experts import Routing
 from penstock.samples import Segment
 from penstock.types import (
     NO_VERSION,
+    RECEIVE_S,
     EpisodeId,
     Sampling,
     SegmentGrant,
@@ -76,8 +77,6 @@ much."""
 REMEMBERED_EPISODES = 16384
 RECOVERY_S = 300.0
 """How long a weights update waits for a server if all are lost. It is longer than a restart with its pauses."""
-UPDATE_S = RECOVERY_S + BEGIN_S + max(COMMIT_S.values())
-"""Upper bound on the duration of a weights update."""
 
 
 ClientCall = Callable[[ServerClient], Coroutine[Any, Any, None]]
@@ -208,8 +207,10 @@ class Servers:
 
     def _exclusive(self) -> AbstractAsyncContextManager[None]:
         """Return a context manager that admits one change of weights or memory at a time."""
+        receive_s = RECEIVE_S if self._latest is None else self._latest.receive_limit_s
+        longest_s = RECOVERY_S + receive_s + BEGIN_SLACK_S + max(COMMIT_S.values())
         resource, holder = "a change of weights or memory", "another change"
-        return holding(self._updating, UPDATE_S, waiter="rollout client", resource=resource, holder=holder)
+        return holding(self._updating, longest_s, waiter="rollout client", resource=resource, holder=holder)
 
     def set_urls(self, urls: Sequence[str]) -> None:
         """Set the current servers. A new server is used once it serves weights. A removed one gets no more calls."""

@@ -27,12 +27,10 @@ from penstock.observe.log_lines import Paced
 from penstock.rollout.generator import Conflict
 from penstock.rollout.model_check import fit_tensors
 from penstock.rollout.runner import EngineRunner
-from penstock.types import MAX_VERSION, NO_VERSION, AdaptersForm, UpdateMode, WeightsHandle
+from penstock.types import MAX_VERSION, NO_VERSION, RECEIVE_S, AdaptersForm, UpdateMode, WeightsHandle
 
 logger = logging.getLogger(__name__)
 
-RECEIVE_TIMEOUT_S = 300.0
-"""Time limit for mapping and verifying one set of weights, also from a cold disk."""
 LOAD_TIMEOUT_S = 60.0
 """Time limit for the engine to end its step and copy the weights."""
 LEASE_S = 600.0
@@ -115,9 +113,7 @@ class WeightsUpdate:
 
     def _exclusive(self) -> AbstractAsyncContextManager[None]:
         """Return a context manager that admits one call at a time."""
-        return holding(
-            self._lock, RECEIVE_TIMEOUT_S, waiter="server", resource="the weights update", holder="another update"
-        )
+        return holding(self._lock, RECEIVE_S, waiter="server", resource="the weights update", holder="another update")
 
     async def begin(self, handle: WeightsHandle, *, bracket: StagedWeights | None = None) -> WeightsHandle:
         """Map and verify `handle` in a thread; inside a `bracket`, if one is given.
@@ -138,7 +134,8 @@ class WeightsUpdate:
             elif bracket.fingerprint is None and not bracket.untouched:
                 raise self._open_already(bracket)
             staged = StagedWeights() if bracket is None else bracket
-            async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource=handle.path, holder="its storage"):
+            limit_s = handle.receive_limit_s
+            async with deadline(limit_s, waiter="server", resource=handle.path, holder="its storage"):
                 tensors = dict(await asyncio.to_thread(self._map, handle))
             staged.policy_version, staged.tensors = handle.policy_version, tensors
             staged.fingerprint, staged.adapters = handle.fingerprint, handle.adapters
@@ -322,7 +319,7 @@ class WeightsUpdate:
         return self._runner.engine.parameters() | {name: staged.tensors[name] for name in targets}
 
     async def _fingerprint_of(self, tensors: Tensors) -> str:
-        async with deadline(RECEIVE_TIMEOUT_S, waiter="server", resource="a fingerprint", holder="a thread"):
+        async with deadline(RECEIVE_S, waiter="server", resource="a fingerprint", holder="a thread"):
             return await asyncio.to_thread(self._fingerprint, tensors)
 
     async def rename(self, policy_version: int) -> None:
