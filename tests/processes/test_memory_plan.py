@@ -57,14 +57,32 @@ def test_what_is_named_is_the_first_that_fits() -> None:
     assert plan.remedies == ["trainer.tokens_per_microbatch=2048"]
 
 
-def test_servers_are_told_how_many_slots_fit() -> None:
-    plan = plan_of(config(rollout={"slots": 128}, trainer={"ranks": 8, "activation_checkpointing": True}))
+def keys_and_values(plan: Plan) -> int:
+    (found,) = [size for part, size in plan.needs[1].parts.items() if part.startswith("keys and values")]
+    return found
+
+
+OF_TOKEN = 36 * 2 * 8 * 128 * 2
+
+
+def test_answers_of_a_server_with_blocks_share_what_its_weights_leave() -> None:
+    eight = config(rollout={"slots": 8}, trainer={"ranks": 8})
+    many = changed(eight, ["rollout.slots=512"])
+    plan = plan_of(many)
+    left = plan.capacity - plan.needs[1].parts["weights"]
+    assert plan.fits and keys_and_values(plan) == pytest.approx(left / 2, rel=1e-3)
+    assert keys_and_values(plan_of(eight)) == 8 * 8192 * OF_TOKEN, "no more than the slots can use"
+    assert not plan_of(many, gib=17).fits, "one answer must fit"
+
+
+def test_servers_without_blocks_are_told_how_many_slots_fit() -> None:
+    wanted = config(rollout={"slots": 128}, trainer={"ranks": 16, "activation_checkpointing": True})
+    plan = plan_of(changed(wanted, ["model.dtype=float32"]))
     assert not plan.fits
     (words,) = plan.remedies
     name, _, slots = words.partition("=")
     assert name == "rollout.slots" and 8 <= int(slots) < 128
-    (key_values,) = [size for part, size in plan.needs[1].parts.items() if part.startswith("keys and values")]
-    assert key_values == 128 * 8192 * 36 * 2 * 8 * 128 * 2
+    assert keys_and_values(plan) == 128 * 8192 * OF_TOKEN * 2
 
 
 def test_processes_that_share_a_device_are_added_up() -> None:

@@ -28,7 +28,8 @@ from penstock.model.tiny import write_tiny_model
 from penstock.processes.layout import places, takes_turns
 from penstock.processes.visible import SHARES, num_devices, share_in
 from penstock.rollout.prefix_cache import CACHED_SHARE
-from penstock.rollout.room import bytes_of_token
+from penstock.rollout.room import SHARE, bytes_of_token, heads
+from penstock.rollout.shared_blocks import has_flash_form, supports_flash
 from penstock.trainer.memory import Sizes, architecture_of, decided, learner_bytes, sizes, with_reserve
 
 MOST_RANKS = 512
@@ -138,14 +139,12 @@ class Planner:
     def _largest(self, config: Config, needs: Sequence[Need], size_of: Callable[[Need], int]) -> int:
         """Return the bytes on the most burdened device. All processes share a CPU. If there are fewer devices than
         processes, one of each kind may share a device, unless they take turns."""
-        is_one_machine = config.cluster.address is None
-        if self._device.type == "cpu" and is_one_machine:
+        if self._device.type == "cpu" and config.cluster.address is None:
             return sum(need.count * size_of(need) for need in needs)
         if self._engine_shares(config):
             return sum(self._num_on_device(need) * size_of(need) for need in needs)
-        share = is_one_machine and 0 < self._num_devices < sum(need.count for need in needs)
         sizes = [size_of(need) for need in needs]
-        return sum(sizes) if share and not takes_turns(config) else max(sizes, default=0)
+        return sum(sizes) if self._shares(config, sum(need.count for need in needs)) else max(sizes, default=0)
 
     def _engine_shares(self, config: Config) -> bool:
         """Return whether the servers have a foreign engine, and the trainer's devices at the same time."""
@@ -211,13 +210,39 @@ class Planner:
         slots, context = rollout.slots, config.model.max_context
         on_cpu = self._device.type == "cpu"
         cached = int(CACHED_SHARE * slots * context) if on_cpu else 0  # an accelerator caches what it has room for
+        weights, in_slots = self._sizes.all * self._dtype.itemsize, slots * context
+        held, spare, kept = in_slots, 0, f"keys and values: {slots} slots of {context:,} tokens"
+        if of_token and not on_cpu and self._has_blocks(raw) and not self._shares(config, self._num_processes(config)):
+            held = min(in_slots, int(SHARE * max(self._capacity - weights, 0)) // of_token)
+            if held < context:
+                held, kept = context, f"keys and values of one answer of {context:,} tokens"
+                spare = int(context / SHARE) - context
+            elif held < in_slots:
+                kept = f"keys and values: {held:,} tokens, for up to {slots} answers"
         parts = {
-            "weights": self._sizes.all * self._dtype.itemsize,
-            f"keys and values: {slots} slots of {context:,} tokens": slots * context * of_token,
+            "weights": weights,
+            kept: held * of_token,
+            "as much for computing, which the engine keeps free": spare * of_token,
             f"prefix cache: {cached:,} tokens": cached * of_token,
             "sampling": slots * vocab * 4 * LOGIT_COPIES,
         }
-        yield Need("rollout server", rollout.servers, parts, serves=True)
+        yield Need("rollout server", rollout.servers, {name: size for name, size in parts.items() if size}, serves=True)
+
+    def _has_blocks(self, architecture: dict[str, Any]) -> bool:
+        """Return whether our engine takes memory in blocks, as answers grow, and lets answers wait for it."""
+        head_dim = heads(architecture)[1]
+        if torch.cuda.is_available():
+            return supports_flash(self._device, self._dtype, head_dim)
+        return self._device.type == "cuda" and has_flash_form(self._dtype, head_dim)
+
+    @staticmethod
+    def _num_processes(config: Config) -> int:
+        trainers = len(places(config)) * config.trainer.ranks if config.pipeline == "train" else 0
+        return trainers + config.rollout.servers
+
+    def _shares(self, config: Config, num_processes: int) -> bool:
+        """Return whether processes of several kinds use one accelerator at the same time."""
+        return config.cluster.address is None and 0 < self._num_devices < num_processes and not takes_turns(config)
 
     def _foreign_server(self, config: Config) -> Need:
         """Return what each foreign engine takes of a device: what its command line says, or else the least with which
@@ -284,7 +309,11 @@ class Planner:
             yield [*words, "trainer.lora.rank=16"]
 
     def _server_is_too_large(self, config: Config, slots: int) -> bool:
-        return any(need.total > self._capacity for need in self._servers(changed(config, [f"rollout.slots={slots}"])))
+        try:
+            wanted = changed(config, [f"rollout.slots={slots}"])
+        except (ValidationError, ConfigError):  # fewer slots than a group has episodes
+            return False
+        return any(need.total > self._capacity for need in self._servers(wanted))
 
 
 def _with_all_offloaded(words: Sequence[str]) -> list[str]:

@@ -38,7 +38,7 @@ def fitting(config: Config, model: Path, *, fixed: Collection[str]) -> tuple[Con
     of_token = bytes_of_token(architecture, dtype.itemsize)
     slots, context = config.rollout.slots, config.model.max_context
     num_tokens = int(SHARE * free_bytes(device) / (1 + CACHED_SHARE)) // of_token if of_token else slots * context
-    takes_all = device.type != "cpu" and not supports_flash(device, dtype, _heads(architecture)[1])
+    takes_all = device.type != "cpu" and not supports_flash(device, dtype, heads(architecture)[1])
     if takes_all and "rollout.slots" not in fixed:
         slots = min(slots, max(num_tokens // context, FEW if "model.max_context" not in fixed else 1))
     if "model.max_context" not in fixed:
@@ -81,11 +81,11 @@ def tokens_that_fit(model: PreTrainedModel, *, num_slots: int, max_context: int,
 
 def bytes_of_token(architecture: dict[str, Any], num_bytes: int) -> int:
     """Return the size of a token's keys and values in all layers; 0 if the architecture does not tell."""
-    num_heads, size = _heads(architecture)
+    num_heads, size = heads(architecture)
     return 2 * num_bytes * _number(architecture, "num_hidden_layers") * num_heads * size
 
 
-def _heads(architecture: dict[str, Any]) -> tuple[int, int]:
+def heads(architecture: dict[str, Any]) -> tuple[int, int]:
     """Return the number of key/value heads and their size; 0 where the architecture does not tell."""
     heads = _number(architecture, "num_attention_heads")
     size = _number(architecture, "head_dim") or _number(architecture, "hidden_size") // max(heads, 1)

@@ -41,6 +41,11 @@ def supports_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> b
         return False
     if torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
         return False
+    return has_flash_form(dtype, head_dim)
+
+
+def has_flash_form(dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether FlashAttention supports heads of this size and dtype on the devices that it knows."""
     return dtype in HALVES and head_dim % 8 == 0 and head_dim <= LARGEST_HEAD
 
 
