@@ -45,7 +45,7 @@ RUN = "20260921-120000-long"
 WHOLE = f"from={BEGUN}&to={BEGUN + 1e6}"
 NUM_VIEWERS = 5
 LIVE_S, QUICK_LIVE_S = 30.0, 5.0
-PAIRS, WINDOW_STEPS = 8, 40
+PAIRS, WINDOW_STEPS = 24, 40
 STEPS_S = 300.0
 """Time limit for the steps of a window."""
 LINES_PER_S = 500
