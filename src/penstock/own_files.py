@@ -125,6 +125,14 @@ def max_bytes(file: BinaryIO) -> int:
     return MAX_DOCUMENT_BYTES if os.fstat(file.fileno()).st_uid == os.geteuid() else MAX_FOREIGN_BYTES
 
 
+def write_all(fd: int, data: bytes | memoryview, start: int) -> None:
+    """Write all of `data` at the byte `start` of an open file. Raises OSError on a full disk."""
+    view = memoryview(data).cast("B")
+    while view:
+        count = os.pwrite(fd, view, start)
+        view, start = view[count:], start + count
+
+
 def remove_tree(path: Path) -> bool:
     """Remove a directory of ours with everything in it, whatever its depth. Follow no link, and leave mounts alone.
     Return whether it is gone."""

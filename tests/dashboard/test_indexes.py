@@ -94,6 +94,20 @@ def test_a_file_that_is_replaced_while_it_is_open_is_read_again(tmp_path: Path) 
     index.close()
 
 
+def test_a_file_system_that_writes_less_than_it_is_given_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:1000], offset))
+    run_dir = make_run(tmp_path, num_steps=600)
+    index = MetricsIndex(run_dir)
+    read_all(index)
+    index.close()
+    again = MetricsIndex(run_dir)
+    assert steps_of(again) == list(range(1, 513))
+    again.close()
+
+
 def test_two_dashboards_and_a_directory_that_cannot_be_written_share_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ import msgspec
 import xxhash
 
 from penstock.dashboard.growing_file import GrowingFile
-from penstock.own_files import Foreign, is_ours, own_directory
+from penstock.own_files import Foreign, is_ours, own_directory, write_all
 
 DIRECTORY = ".dashboard"
 """Directory of these files in a run directory."""
@@ -72,7 +72,7 @@ class BlockFile(Generic[Header]):
         begin = b"" if self._end else self._file_head()
         data = begin + head + packed + columns
         try:
-            _write_all(self._fd, data, self._end)
+            write_all(self._fd, data, self._end)
         except OSError:
             with suppress(OSError):
                 os.ftruncate(self._fd, self._end)
@@ -153,10 +153,3 @@ def _open_beside(run_dir: Path, name: str) -> int:
                 return fd
     with tempfile.TemporaryFile(prefix="penstock-dashboard-") as file:
         return os.dup(file.fileno())
-
-
-def _write_all(fd: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written

@@ -30,6 +30,7 @@ from torch import Tensor
 from xxhash import xxh3_64
 
 from penstock.deadline import Stalled
+from penstock.own_files import write_all
 from penstock.ticks import tick
 from penstock.types import AdaptersForm, WeightsHandle
 from penstock.weights.shared_memory import DTYPES, Layout, file_in, fingerprint, mapped, take_over
@@ -293,11 +294,3 @@ def _header(form: Layout) -> tuple[bytes, dict[str, int], int]:
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + start for name, start in ends.items()}, len(header) + end
-
-
-def write_all(fd: int, data: bytes | memoryview, start: int) -> None:
-    """Write all of `data` at a place of the file. Raises OSError on a full disk."""
-    view = memoryview(data).cast("B")
-    while view:
-        count = os.pwrite(fd, view, start)
-        view, start = view[count:], start + count

@@ -18,8 +18,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from penstock.own_files import write_all
 from penstock.ticks import tick
-from penstock.weights.publication import NotPublished, Publication, write_all
+from penstock.weights.publication import NotPublished, Publication
 
 BUCKET_BYTES = 16 * 2**20
 """Most bytes that are sent at a time."""
