@@ -30,7 +30,7 @@ class Curve:
 
 def surviving(step: Floats) -> Mask:
     """Return which lines count. A step that is taken again after a rewind replaces its first line and all lines after
-    that, so a line counts if every later line has a higher step."""
+    that, so a line counts if every later line has a higher step: `observe.summary.surviving` on a column."""
     if not len(step):
         return np.zeros(0, dtype=bool)
     lowest_after = np.minimum.accumulate(step[::-1])[::-1]

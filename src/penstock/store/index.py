@@ -55,10 +55,8 @@ class GroupOutline(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     group: int
     task_id: str
-    admitted_at: float = 0.0
     episodes: list[EpisodeOutline] = []
     state: str = "pending"
-    trained_in: int | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from penstock.config.trajectory_dump import KEPT_TOKENS
 from penstock.samples import Credit, Sample, TrainedTurn
 from penstock.types import NO_VERSION
 
@@ -56,7 +57,7 @@ def kept(sample: Sample) -> KeptTokens:
 
 def samples_of(row: Mapping[str, Any]) -> list[Sample]:
     """Return the training samples of a kept row; none if it has no tokens. Raises ValueError if they are damaged."""
-    found = row.get("training_samples")
+    found = row.get(KEPT_TOKENS)
     if found is None:
         return []
     try:
