@@ -128,8 +128,8 @@ class Client:
 async def dashboard_of(runs_dir: Path, *named: Path, host: str = "127.0.0.1") -> AsyncIterator[Client]:
     """Serve the runs of a directory, over a real socket, and yield a client."""
     listener = listener_of(host, 0)
-    async with serving(ServedRuns(runs_dir, named), host, listener, KEY) as (url, _):
-        address = url.partition("/?")[0].replace("0.0.0.0", "127.0.0.1")
+    async with serving(ServedRuns(runs_dir, named), host, listener, KEY):
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         jar = aiohttp.CookieJar(unsafe=True)  # cookies of an address instead of a name
         async with aiohttp.ClientSession(cookie_jar=jar, timeout=aiohttp.ClientTimeout(total=60)) as session:
             yield Client(session, address, KEY)

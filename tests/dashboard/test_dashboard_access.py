@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 
 import aiohttp
@@ -14,6 +15,7 @@ from shown_run import KEY, RUN, Client, dashboard_of, make_run
 
 from penstock.dashboard import web_app
 from penstock.dashboard.access import Access, NoAccess, with_key
+from penstock.dashboard.serving import address_to_open, listener_of
 
 
 async def answer_to(dashboard: Client, method: str, path: str, body: str | None = None, **headers: str) -> int:
@@ -103,6 +105,26 @@ async def test_other_machines_need_the_key_which_becomes_a_cookie(tmp_path: Path
             cookie = answer.headers["Set-Cookie"]
             assert "HttpOnly" in cookie and "SameSite=Strict" in cookie and KEY not in cookie
         assert (await dashboard.get("runs"))["may_control"] is True
+
+
+async def test_other_machines_may_know_the_server_by_any_name(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    async with dashboard_of(tmp_path, host="0.0.0.0") as dashboard:
+        for host in ("gateway.example:8080", "GATEWAY", "203.0.113.7:80", "[2001:db8::7]:80"):
+            foreign, ours = {"Origin": "http://evil.com"}, {"Origin": f"http://{host}"}
+            assert await answer_to(dashboard, "GET", f"/api/runs?key={KEY}", Host=host) == 200
+            assert await answer_to(dashboard, "GET", "/api/runs", Host=host) == 403, "a page that rebinds its name"
+            assert await answer_to(dashboard, "GET", f"/api/runs?key={KEY}", Host=host, **ours) == 200
+            assert await answer_to(dashboard, "GET", f"/api/runs?key={KEY}", Host=host, **foreign) == 403
+        for host in ("", ":80", "gateway:http"):
+            assert await answer_to(dashboard, "GET", f"/api/runs?key={KEY}", Host=host) == 403
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "localhost"])
+def test_the_printed_address_can_be_opened(host: str) -> None:
+    with listener_of(host, 0) as listener:
+        name = socket.gethostname() if host == "0.0.0.0" else "127.0.0.1"
+        assert address_to_open(host, listener) == f"http://{name}:{listener.getsockname()[1]}"
 
 
 async def test_reading_on_loopback_needs_no_key_and_gives_no_control(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from letters import Letters
 from tiny_policy import serve
 
 from penstock.compat.openai import OpenAI
-from penstock.rollout.app import ApiKeys, _is_loopback
+from penstock.rollout.app import ApiKeys, names_loopback
 from penstock.rollout.http import Surface
 from penstock.rollout.runner import EngineRunner
 
@@ -41,12 +41,12 @@ PAGES: list[dict[str, str]] = [
 
 @pytest.mark.parametrize("host", OWN)
 def test_a_loopback_host_is_this_machine(host: str) -> None:
-    assert _is_loopback(host.encode())
+    assert names_loopback(host.encode())
 
 
 @pytest.mark.parametrize("host", FOREIGN)
 def test_any_other_host_is_not(host: str) -> None:
-    assert not _is_loopback(host.encode())
+    assert not names_loopback(host.encode())
 
 
 async def ask(url: str, method: str, path: str, headers: list[tuple[str, str]]) -> tuple[int, str]:

@@ -19,6 +19,7 @@ from penstock.config.environments import (
     ValidationConfig,
     with_fallbacks,
 )
+from penstock.config.loopback import is_loopback
 from penstock.config.policy import PolicyConfig
 from penstock.config.scheduling import SchedulerConfig
 from penstock.config.section import Section
@@ -29,8 +30,6 @@ from penstock.types import UpdateMode
 
 ENDPOINT_REQUESTS = 32
 """Most requests to an endpoint at once, unless `scheduler.max_running` says another number."""
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class TinyModelConfig(Section):
@@ -469,12 +468,13 @@ class Config(Section):
                 "rollout.urls: on a cluster the trainer sends weights over the network to any client with the servers' "
                 "key: start them with one, and set it here through the environment variable PENSTOCK_API_KEY"
             )
-        if self.observe.metrics_host not in LOOPBACK and self.observe.metrics_port is not None and not rollout.api_key:
+        observe, is_open = self.observe, not rollout.api_key
+        if is_open and observe.metrics_port is not None and not is_loopback(observe.metrics_host):
             yield (
-                f"observe.metrics_host {self.observe.metrics_host} is reachable from outside: set rollout.api_key "
+                f"observe.metrics_host {observe.metrics_host} is reachable from outside: set rollout.api_key "
                 "through the environment variable PENSTOCK_API_KEY, or use 127.0.0.1"
             )
-        if rollout.host not in LOOPBACK and not rollout.api_key:
+        if is_open and not is_loopback(rollout.host):
             yield (
                 f"rollout.host {rollout.host} is reachable from outside: set rollout.api_key "
                 "through the environment variable PENSTOCK_API_KEY, or use 127.0.0.1"

@@ -2,25 +2,24 @@
 
 On loopback every program of the machine reaches the server, also a browser that shows a foreign page. So the Host must
 be a name of this server, because a page may point a name of its own at 127.0.0.1, and a request from a page of another
-origin is refused. A server on another address needs a key. It comes once in the address and then in a cookie.
+origin is refused. A server on another address needs a key. It comes once in the address and then in a cookie. There any
+Host will do: other machines may know the server by a name that it does not know, and a foreign page has no cookie.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import secrets
-import socket
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from typing import Literal
 from urllib.parse import parse_qs, urlencode
 
-import psutil
 from starlette.datastructures import Headers
 from starlette.types import Scope
+
+from penstock.config.loopback import is_loopback
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 OWN_SITES = ("same-origin", "none")
@@ -39,20 +38,12 @@ def new_key() -> str:
     return secrets.token_urlsafe(KEY_BYTES)
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only programs of this machine reach an address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """The rules of one server."""
 
-    hosts: frozenset[str]
-    """Lower-case names of this server in a Host header, without a port."""
+    hosts: frozenset[str] | None
+    """Lower-case names of this server in a Host header, without a port; None for any name."""
     port: int
     key: str = field(repr=False)
     needs_key: bool
@@ -61,11 +52,10 @@ class Access:
     @classmethod
     def of(cls, host: str, address: str, port: int, key: str) -> Access:
         """Return the rules of a server that was asked to listen on `host` and listens on `address`."""
-        names = {host, address}
-        if ipaddress.ip_address(address).is_unspecified:  # the server listens on all addresses of this machine
-            names |= own_names()
-        hosts = frozenset({_bracketed(name).lower() for name in names} | set(LOOPBACK_NAMES))
-        return cls(hosts=hosts, port=port, key=key, needs_key=not is_loopback(address))
+        if not is_loopback(address):
+            return cls(hosts=None, port=port, key=key, needs_key=True)
+        hosts = frozenset({_bracketed(name).lower() for name in (host, address)} | set(LOOPBACK_NAMES))
+        return cls(hosts=hosts, port=port, key=key, needs_key=False)
 
     @property
     def cookie(self) -> str:
@@ -103,10 +93,10 @@ class Access:
             if not colon or port.endswith("]"):
                 name, port = host, ""
             is_port = not port or (port.isascii() and port.isdigit())
-            if name in self.hosts and is_port:
+            if name and is_port and (self.hosts is None or name in self.hosts):
                 return {f"http://{host}"}
-        shown = ", ".join(given) or "none"
-        raise NoAccess(f"the Host is {shown}, which is no name of this dashboard: ask for {sorted(self.hosts)[0]}")
+        shown, known = ", ".join(given) or "none", sorted(self.hosts or ["this machine"])
+        raise NoAccess(f"the Host is {shown}, which is no name of this dashboard: ask for {known[0]}")
 
     @staticmethod
     def _check_origin(headers: Headers, origins: set[str], *, controls: bool) -> None:
@@ -144,16 +134,6 @@ def cookie_header(access: Access) -> str:
 def with_key(url: str, access: Access) -> str:
     """Return the address to open. It has the key, which control needs even where reading does not."""
     return f"{url}/?{urlencode({'key': access.key})}"
-
-
-def own_names() -> set[str]:
-    """Return the names and addresses of this machine."""
-    names = {socket.gethostname(), socket.getfqdn()}
-    for addresses in psutil.net_if_addrs().values():
-        for each in addresses:
-            with suppress(ValueError):
-                names.add(str(ipaddress.ip_address(each.address.partition("%")[0])))
-    return names
 
 
 def _bracketed(host: str) -> str:

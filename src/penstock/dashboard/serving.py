@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from ipaddress import ip_address
 from typing import Any
 
 from penstock.dashboard.access import Access, new_key, with_key
@@ -31,6 +32,12 @@ def listener_of(host: str, port: int | None) -> socket.socket:
         return bind(host, 0)
 
 
+def address_to_open(host: str, listener: socket.socket) -> str:
+    """Return the URL of a server. One that listens on all addresses of this machine is known by the machine's name."""
+    address, port = listener.getsockname()[:2]
+    return url_of(socket.gethostname(), port) if ip_address(address).is_unspecified else url_of(host, listener)
+
+
 @asynccontextmanager
 async def serving(
     runs: ServedRuns, host: str, listener: socket.socket, key: str | None = None
@@ -42,7 +49,7 @@ async def serving(
     try:
         async with listening(make_app(dashboard, access), listener):
             try:
-                yield with_key(url_of(host, listener), access), access
+                yield with_key(address_to_open(host, listener), access), access
             finally:
                 dashboard.hubs.close()
     finally:

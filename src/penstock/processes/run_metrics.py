@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.config import Config
-from penstock.config.run_settings import LOOPBACK
+from penstock.config.loopback import is_loopback
 from penstock.control.bus import CONTROLLER
 from penstock.observe.recorder import COUNTED_BY_WORKERS, Recorder
 from penstock.rollout.app import ApiKeys, App
@@ -201,7 +201,7 @@ async def metrics_endpoint(config: Config, run_dir: Path, recorder: Recorder) ->
                 text, content_type = metrics.text(request.headers.get("accept", ""))
                 return Response(text, headers={"Content-Type": content_type})
 
-            keys = ApiKeys() if observe.metrics_host in LOOPBACK else ApiKeys(generation=config.rollout.api_key)
+            keys = ApiKeys() if is_loopback(observe.metrics_host) else ApiKeys(generation=config.rollout.api_key)
             app = App([Route("/metrics", ["GET"], show, "generation", reply=None)], keys)
             try:
                 listener = stack.enter_context(bind(observe.metrics_host, observe.metrics_port))

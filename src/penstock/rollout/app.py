@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
-import ipaddress
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
@@ -28,6 +27,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 import penstock
+from penstock.config.loopback import is_loopback
 from penstock.config.run_settings import RolloutConfig
 from penstock.rollout.claim import CLAIM, Claim
 from penstock.rollout.generator import Overloaded, Stopped
@@ -91,7 +91,7 @@ def refuse_foreign(scope: Scope) -> None:
         if name in given:
             given[name].append(value)
     hosts, keyless = given[b"host"], "this server has no API key, so it"
-    if len(hosts) != 1 or not _is_loopback(hosts[0]):
+    if len(hosts) != 1 or not names_loopback(hosts[0]):
         shown = ", ".join(host.decode("latin-1") for host in hosts) or "none"
         remedy = "ask for 127.0.0.1 or localhost, or start it with PENSTOCK_API_KEY"
         raise Refused(403, f"{keyless} answers only requests to a loopback address, and the Host is {shown}: {remedy}")
@@ -101,18 +101,14 @@ def refuse_foreign(scope: Scope) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _is_loopback(host: bytes) -> bool:
+def names_loopback(host: bytes) -> bool:
     """Return whether a Host header names this machine: localhost or a loopback address, with any port."""
     name, colon, port = host.decode("latin-1").lower().rpartition(":")
     if not colon or port.endswith("]"):
         name, port = host.decode("latin-1").lower(), ""
     if "%" in name or not all(digit in "0123456789" for digit in port):  # a Host header has no zone
         return False
-    is_bracketed = name.startswith("[") and name.endswith("]")
-    try:
-        return name == "localhost" or ipaddress.ip_address(name[1:-1] if is_bracketed else name).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(name[1:-1] if name.startswith("[") and name.endswith("]") else name)
 
 
 def check_claim(claim: Claim, request: Request) -> None:
