@@ -61,7 +61,7 @@ def test_the_table_of_groups(shown: Trajectories) -> None:
 
 def test_orders_filters_and_pages(shown: Trajectories) -> None:
     assert numbers(shown, sort="oldest") == [0, 1, 2, 3, 4]
-    assert numbers(shown, sort="best") == [1, 2, 0] and numbers(shown, sort="worst") == [2, 0, 1]
+    assert numbers(shown, sort="best") == [2, 1, 0] and numbers(shown, sort="worst") == [2, 0, 1]
     assert numbers(shown, sort="spread") == [2, 0, 1]
     assert numbers(shown, status="filtered") == [1] and numbers(shown, tag="Game", sort="oldest") == [0, 1, 2]
     assert numbers(shown, text="ALL REWARDS") == [1] and numbers(shown, text="t/2") == [2]
@@ -71,6 +71,14 @@ def test_orders_filters_and_pages(shown: Trajectories) -> None:
     for query in ({"sort": "random"}, {"status": "lost"}, {"limit": 0}, {"limit": 10**6}, {"offset": -1}):
         with pytest.raises(BadQuery):
             shown.groups.page(**query)
+
+
+def test_one_member_decides_whether_a_group_is_among_the_best_or_worst(tmp_path: Path) -> None:
+    with ShownRun(tmp_path / "run") as run:
+        for group, rewards in enumerate([[0.4, 0.4], [0.0, 1.0], [0.3, 0.9], [0.5, 0.5]]):
+            run.play(group, rewards)
+    shown = run.shown()
+    assert numbers(shown, sort="best") == [1, 2, 3, 0] and numbers(shown, sort="worst") == [1, 2, 0, 3]
 
 
 def test_a_group_and_its_members(shown: Trajectories) -> None:

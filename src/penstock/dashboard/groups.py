@@ -75,8 +75,9 @@ class _Columns:
 
     numbers: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     status: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
-    mean: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    """Mean reward; NaN without episodes."""
+    lowest: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    highest: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Rewards of the worst and of the best member; NaN without episodes."""
     spread: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     tags: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """Number of the tag; -1 if it is unknown."""
@@ -86,7 +87,7 @@ class _Columns:
         return len(self.task_ids)
 
 
-ARRAYS = ("numbers", "status", "mean", "spread", "tags")
+ARRAYS = ("numbers", "status", "lowest", "highest", "spread", "tags")
 
 
 _reading = threading.Lock()
@@ -125,7 +126,8 @@ class Groups:
     ) -> dict[str, Any]:
         """Return a page of the table. Raises `BadQuery`.
 
-        `text`: words of the task id or of the reason for which a group was dropped, or the number of a group.
+        `sort`: `best` begins with the group of the best member, `worst` with that of the worst one. `text`: words of
+        the task id or of the reason for which a group was dropped, or the number of a group.
         """
         if sort not in SORTS:
             raise BadQuery(f"sort {sort!r}: there are {', '.join(SORTS)}")
@@ -246,7 +248,7 @@ class Groups:
         if tag:
             chosen &= columns.tags == self._tag_numbers.get(tag, -2)
         if sort in ("best", "worst", "spread"):
-            chosen &= ~np.isnan(columns.mean)
+            chosen &= ~np.isnan(columns.highest)
         if text:
             chosen &= self._matching(text, chosen)
         places = np.flatnonzero(chosen)
@@ -254,9 +256,9 @@ class Groups:
             case "newest":
                 places = places[::-1]
             case "best":
-                places = places[::-1][np.argsort(-columns.mean[places[::-1]], kind="stable")]
+                places = places[::-1][np.argsort(-columns.highest[places[::-1]], kind="stable")]
             case "worst":
-                places = places[::-1][np.argsort(columns.mean[places[::-1]], kind="stable")]
+                places = places[::-1][np.argsort(columns.lowest[places[::-1]], kind="stable")]
             case "spread":
                 places = places[::-1][np.argsort(-columns.spread[places[::-1]], kind="stable")]
         return columns.numbers[places]
@@ -304,18 +306,19 @@ class Groups:
         del columns.task_ids[length:]
 
     def _extend(self, outlines: Iterator[GroupOutline] | Iterator[GroupRecord]) -> None:
-        numbers, status, mean, spread, tags, task_ids = [], [], [], [], [], []
+        numbers, status, lowest, highest, spread, tags, task_ids = [], [], [], [], [], [], []
         for each in outlines:
             rewards = [episode.reward for episode in each.episodes]
             numbers.append(each.group)
             status.append(STATUSES.index(_status(each.state)))
-            mean.append(sum(rewards) / len(rewards) if rewards else math.nan)
-            spread.append(_deviation(rewards, mean[-1]))
+            lowest.append(min(rewards, default=math.nan))
+            highest.append(max(rewards, default=math.nan))
+            spread.append(_deviation(rewards))
             tag = each.episodes[0].episode.tag if rewards else None
             tags.append(-1 if tag is None else self._tag_numbers.setdefault(tag, len(self._tag_numbers)))
             task_ids.append(each.task_id)
         columns = self._columns
-        for name, values in zip(ARRAYS, (numbers, status, mean, spread, tags), strict=True):
+        for name, values in zip(ARRAYS, (numbers, status, lowest, highest, spread, tags), strict=True):
             known = getattr(columns, name)
             setattr(columns, name, np.concatenate([known, np.asarray(values, dtype=known.dtype)]))
         columns.task_ids += task_ids
@@ -420,5 +423,8 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _deviation(rewards: Sequence[float], mean: float) -> float:
-    return math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) if rewards else math.nan
+def _deviation(rewards: Sequence[float]) -> float:
+    if not rewards:
+        return math.nan
+    mean = sum(rewards) / len(rewards)
+    return math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))

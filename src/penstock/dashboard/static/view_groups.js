@@ -5,7 +5,7 @@ import { NONE, clock, count, duration, moment, number, percent, plain } from "./
 import { messageBox, plainText, rewardChip } from "./conversation.js";
 import { difference } from "./difference.js";
 
-const SORTS = { newest: "Newest first", oldest: "Oldest first", best: "Best reward first", worst: "Worst reward first", spread: "Largest spread first" };
+const SORTS = { newest: "Newest first", oldest: "Oldest first", best: "Best member first", worst: "Worst member first", spread: "Largest spread first" };
 const STATES = { trained: "good", ready: "calm", pending: "", collected: "good", filtered: "warn", discarded: "warn", failed: "bad", cancelled: "" };
 const LIMIT = 50;
 const REFRESH_MS = 3000;
