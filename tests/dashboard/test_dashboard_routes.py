@@ -218,6 +218,11 @@ async def test_damaged_and_half_written_lines_are_left_out_and_counted(tmp_path:
         assert json.loads(answer)["progress"]["step"] == 21
         assert json.loads(answer)["warnings"][0] == "events.jsonl: 5 damaged lines"
     async with dashboard_of(tmp_path) as dashboard:
+        await dashboard.get(f"runs/{RUN}/decisions")
+        found = await dashboard.get(f"runs/{RUN}/status")
+        assert any(each.startswith("metrics.jsonl") for each in found["warnings"]), "the last lines are damaged"
+    async with dashboard_of(tmp_path) as dashboard:
+        await dashboard.get(f"runs/{RUN}/decisions")
         await dashboard.get(f"runs/{RUN}/names")
         found = await dashboard.get(f"runs/{RUN}/status")
     assert "metrics.jsonl: 6 damaged lines" in found["warnings"]
@@ -279,6 +284,28 @@ async def test_what_is_no_plain_file_is_never_read(tmp_path: Path, name: str, ki
         for route in ROUTES:
             async with dashboard.session.get(f"{dashboard.url}/api/runs/{RUN}/{route}") as answer:
                 assert answer.status in (200, 403), (route, await answer.text())
+
+
+@pytest.mark.parametrize("kind", ["link", "directory"])
+async def test_a_file_that_cannot_be_read_takes_no_other_file_away(tmp_path: Path, kind: str) -> None:
+    of_metrics = ("names", "series?names=reward", "export/metrics.csv", "export/metrics.parquet")
+    of_timeline = ("timeline", "decisions", "export/trace.json")
+    for run_id, name in (("a", "metrics.jsonl"), ("b", "timeline.jsonl"), ("c", "events.jsonl")):
+        path = make_run(tmp_path, run_id) / name
+        path.rename(tmp_path / name)
+        path.mkdir() if kind == "directory" else path.symlink_to(tmp_path / name)
+    async with dashboard_of(tmp_path) as dashboard:
+        for run_id, bad, good in (
+            ("a", of_metrics, of_timeline),
+            ("b", of_timeline, of_metrics),
+            ("c", ("evaluations", "export/trace.json"), (*of_metrics, "decisions")),
+        ):
+            for route in bad:
+                found = await dashboard.get(f"runs/{run_id}/{route}", status=403)
+                assert "no plain file" in found["error"]["message"] or "is a link" in found["error"]["message"]
+            for route in good:
+                async with dashboard.session.get(f"{dashboard.url}/api/runs/{run_id}/{route}") as answer:
+                    assert answer.status == 200 and len(await answer.read()) > 100, route
 
 
 async def test_a_run_that_was_named_is_shown_wherever_it_lies(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
-"""Files to take away: metrics as CSV or Parquet, and the timeline as trace events for Perfetto."""
+"""Files to take away: metrics as CSV or Parquet, and the timeline as trace events for Perfetto. What they are made of
+must be read to its end before."""
 
 from __future__ import annotations
 
 import csv
 import io
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ PIECE_BYTES = 1 << 20
 
 
 def surviving_rows(run: OpenedRun) -> Iterator[tuple[list[str], Any]]:
-    """Yield the lines that count, block by block: names, and values of shape (names, lines). All must be read."""
+    """Yield the lines that count, block by block: names, and values of shape (names, lines)."""
     counts = surviving(run.metrics.columns(["step"])["step"])
     place = 0
     for names, values in run.metrics.pieces():
@@ -32,7 +33,6 @@ def surviving_rows(run: OpenedRun) -> Iterator[tuple[list[str], Any]]:
 
 def metrics_csv(run: OpenedRun) -> Iterator[bytes]:
     """Yield the metrics as CSV: a line for each step that counts, and an empty cell where it has no number."""
-    run.finish_reading()
     columns = run.metrics.names
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -53,7 +53,6 @@ def metrics_parquet(run: OpenedRun) -> Iterator[bytes]:
     import pyarrow
     import pyarrow.parquet
 
-    run.finish_reading()
     columns = run.metrics.names
     schema = pyarrow.schema([(column, pyarrow.float64()) for column in columns])
     with tempfile.TemporaryFile(prefix="penstock-dashboard-") as file:
@@ -68,10 +67,9 @@ def metrics_parquet(run: OpenedRun) -> Iterator[bytes]:
             yield piece
 
 
-def trace_events(run: OpenedRun) -> Iterator[bytes]:
+def trace_events(run: OpenedRun, marks: Sequence[dict[str, Any]]) -> Iterator[bytes]:
     """Yield the timeline in the trace event format, which Perfetto and Chrome show: a track for each process, and times
     in microseconds since the run began."""
-    run.finish_reading()
     extent = run.timeline.extent or (0.0, 0.0)
     processes = {process: number for number, process in enumerate(sorted({lane[0] for lane in run.timeline.lanes}), 1)}
     named = [
@@ -84,7 +82,7 @@ def trace_events(run: OpenedRun) -> Iterator[bytes]:
         yield b"," + msgspec.json.encode(event)
     for spans in run.timeline.spans(*extent):
         yield from _trace_of(spans, processes, extent[0])
-    for mark in run.events.marks(-np.inf, np.inf):
+    for mark in marks:
         event = {"name": f"{mark['kind']}: {mark['text']}", "ph": "i", "s": "g", "pid": 1, "tid": 0}
         yield b"," + msgspec.json.encode(event | {"ts": (mark["time"] - extent[0]) * 1e6})
     yield b"]}"

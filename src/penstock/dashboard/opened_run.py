@@ -90,8 +90,11 @@ class OpenedRun:
             if time.monotonic() - self._status_at >= STATUS_AGE_S:
                 document = self._read_status()
                 progress = document["progress"]
-                indexed = [*self.metrics.warnings, *self.timeline.warnings]  # they have read the whole files
-                others = [each for each in document["warnings"] if not (indexed and each.startswith("metrics.jsonl"))]
+                of_metrics = self.metrics.warnings  # they are about the whole file
+                others = [
+                    each for each in document["warnings"] if not (of_metrics and each.startswith("metrics.jsonl"))
+                ]
+                indexed = [*of_metrics, *self.timeline.warnings]
                 added = {"balance": balance(progress), "bound": bound(progress), "warnings": others + indexed}
                 self._status, self._status_at = document | added, time.monotonic()
             return self._status
@@ -109,18 +112,18 @@ class OpenedRun:
 
     def names(self) -> list[str]:
         """Return the names of all series, also of rates."""
-        self.catch_up()
+        self.catch_up(self.metrics)
         names = self.metrics.names
         return names + [f"{RATE}{name}" for name in names if name.endswith(TOTAL_ENDINGS)]
 
     def series(self, names: list[str], *, x: str, points: int, begin: float | None, end: float | None) -> Curves:
         """Return series as `series.curves` does, as far as metrics.jsonl is read."""
-        self.catch_up()
+        self.catch_up(self.metrics)
         return curves(self.metrics.columns(needed(names, x)), names, x=x, points=points, begin=begin, end=end)
 
     def window(self, begin: float | None, end: float | None, *, width: int) -> Document:
         """Return the timeline between two times, by default of the last minute."""
-        self.catch_up()
+        self.catch_up(self.timeline)
         found = [extent for extent in (self.timeline.extent, self.events.extent()) if extent is not None]
         earliest = min((extent[0] for extent in found), default=0.0)
         latest = max((extent[1] for extent in found), default=0.0)
@@ -147,23 +150,21 @@ class OpenedRun:
 
     def decisions(self, wanted: Filter, *, before: int | None, limit: int) -> Page:
         """Return a page of decisions, the newest first."""
-        self.catch_up()
+        self.catch_up(self.timeline)
         return page(self.timeline, wanted, before=before, limit=limit)
 
-    def catch_up(self) -> None:
-        """Read what is new in the files, if it is little; otherwise let the background read it."""
-        for index in (self.metrics, self.timeline):
-            if index.unread > FRESH_BYTES:
-                self._read_in_background()
-            else:
-                while index.update():
-                    pass
+    def catch_up(self, index: MetricsIndex | TimelineIndex) -> None:
+        """Read what is new in the file of an index, if it is little; otherwise let the background read it. Raises
+        OSError."""
+        if index.unread > FRESH_BYTES:
+            self._read_in_background()
+        else:
+            self.finish_reading(index)
 
-    def finish_reading(self) -> None:
-        """Read all that is there of metrics and timeline."""
-        for index in (self.metrics, self.timeline):
-            while index.update():
-                pass
+    def finish_reading(self, index: MetricsIndex | TimelineIndex) -> None:
+        """Read all that is there of the file of an index. Raises OSError."""
+        while index.update():
+            pass
 
     def end_reading(self) -> None:
         """Let the background read no further. Requests that still use the run go on."""
@@ -185,8 +186,8 @@ class OpenedRun:
     def _read_rest(self) -> None:
         """Read the files to their ends, between requests. The metrics come first: they are fewer, and shown first."""
         try:
-            with suppress(OSError):  # a request that reads the file reports the error
-                for index in (self.metrics, self.timeline):
+            for index in (self.metrics, self.timeline):
+                with suppress(OSError):  # a request that reads the file reports the error
                     while index.update() and not self._is_closed.is_set():
                         self._requests.wait_for_pause()
         finally:

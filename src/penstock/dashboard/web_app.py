@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import subprocess
 import sys
@@ -279,19 +280,23 @@ class Dashboard:
     def metrics_csv(self, request: Request) -> Response:
         """Send the metrics as CSV."""
         run = self.open(request)
+        run.finish_reading(run.metrics)
         return StreamingResponse(exports.metrics_csv(run), media_type="text/csv", headers=saved_as(run, "metrics.csv"))
 
     def metrics_parquet(self, request: Request) -> Response:
         """Send the metrics as Parquet."""
         run = self.open(request)
+        run.finish_reading(run.metrics)
         headers, kind = saved_as(run, "metrics.parquet"), "application/vnd.apache.parquet"
         return StreamingResponse(exports.metrics_parquet(run), media_type=kind, headers=headers)
 
     def trace_json(self, request: Request) -> Response:
         """Send the timeline as trace events."""
         run = self.open(request)
+        run.finish_reading(run.timeline)
+        marks = run.events.marks(-math.inf, math.inf)
         headers = saved_as(run, "trace.json")
-        return StreamingResponse(exports.trace_events(run), media_type="application/json", headers=headers)
+        return StreamingResponse(exports.trace_events(run, marks), media_type="application/json", headers=headers)
 
     async def stop(self, request: Request) -> Response:
         """Stop a run as `penstock stop` does."""
