@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.long, pytest.mark.integration]
 
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 RUNS = ("finished", "live", "crashed", "empty", "tools")
 PAGES = ("overview", "timeline", "decisions", "groups", "processes", "settings")
 OTHERS = ("#/", "#/compare/", "#/compare/finished,tools", "#/tools/groups/40", "#/tools/groups/40/1")
@@ -34,17 +32,6 @@ WITHIN_MS = 60_000
 REFUSED = "Failed to load resource"
 """Beginning of what the browser notes when an answer is no success. The pages show it."""
 SHOWN = "main[aria-busy=false]"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("needs chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @contextmanager

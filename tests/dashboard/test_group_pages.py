@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,12 +17,11 @@ from penstock.samples import ROOT
 from penstock.types import EpisodeState
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 pytestmark = [pytest.mark.long, pytest.mark.integration]
 
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 RENDERER = "export const render = (episode, { h }) => h('p', { id: 'mine' }, episode.messages[0].content);\n"
 GREEDY = "export const render = (episode, { h }) => { const p = h('p'); p.innerHTML = episode.messages[0].content; };\n"
 WITHIN_MS = 60_000
@@ -70,16 +68,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def context() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("needs chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        found = browser.new_context(viewport={"width": 1024, "height": 900})
-        found.set_default_timeout(WITHIN_MS)
-        yield found
-        browser.close()
+def context(browser: Browser) -> Iterator[Any]:
+    found = browser.new_context(viewport={"width": 1024, "height": 900})
+    found.set_default_timeout(WITHIN_MS)
+    yield found
+    found.close()
 
 
 @pytest.fixture
