@@ -52,6 +52,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         run.admit(7)
         run.decide("retry", MARKUP, group=7, attempt=0)
         run.end(7, EpisodeState.FAILED)
+        run.play(8)
+        for number in range(1003):
+            run.decide("dispatch", f"turn {number}", group=8)
     jsonl.write_json(run.run_dir / "state.json", {"run_id": "mine", "status": "completed"})
     (home / "renderers").mkdir()
     (home / "renderers" / "Game.js").write_text(RENDERER)
@@ -121,6 +124,16 @@ def test_strips_have_all_of_the_text(page: Page, url: str) -> None:
     assert "<|end|>" in page.inner_text(".token-facts") and "version 4" in page.inner_text(".token-facts")
     page.get_by_role("button", name="Segment").click()
     assert "colour=segment" in page.url, "the address can be shared"
+
+
+def test_earlier_decisions_come_when_they_are_asked_for(page: Page, url: str) -> None:
+    shown(page, url, "groups/8", "main .message")
+    rows = page.locator("section[aria-label='Decisions about this group'] tbody tr")
+    assert rows.count() == 1000 and "turn 3" in rows.first.inner_text()
+    page.get_by_role("button", name="Show earlier decisions").click()
+    rows.nth(1002).wait_for()
+    assert rows.count() == 1003 and "turn 0" in rows.first.inner_text()
+    assert not page.is_visible(":text('Earlier ones may be missing')")
 
 
 def test_a_renderer_of_the_user(page: Page, url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from run_with_groups import MARKUP, ShownRun, turn
 from starlette.testclient import TestClient
 
+from penstock.dashboard import web_app
 from penstock.dashboard.access import Access
 from penstock.dashboard.served_runs import ServedRuns
 from penstock.dashboard.web_app import STATIC, Dashboard, make_app
@@ -55,6 +57,25 @@ def test_a_group_with_the_decisions_about_it(client: TestClient) -> None:
         ("filter", MARKUP),
     ]
     assert found["decisions"][1]["inputs"] == {"dropped_by": "zero_variance"} and len(found["members"]) == 2
+
+
+def test_the_earlier_decisions_about_a_group_are_told_and_can_be_asked_for(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_app, "MOST_DECISIONS", 3)
+    path = "/api/runs/mine/groups/5"
+    assert client.get(path).json()["decisions_before"] is None
+    with (tmp_path / "runs" / "mine" / "timeline.jsonl").open("a") as file:
+        for turn_ in range(5):
+            decision = {"kind": "decision", "decider": "dispatch", "time": 2e9 + turn_, "reason": "next", "group": 5}
+            file.write(json.dumps(decision) + "\n")
+    found = client.get(path).json()
+    decisions, before = found["decisions"], found["decisions_before"]
+    assert [each["time"] for each in decisions] == [2e9 + 2, 2e9 + 3, 2e9 + 4]
+    while before is not None:
+        page = client.get("/api/runs/mine/decisions", params={"group": 5, "before": before, "limit": 3}).json()
+        decisions, before = page["decisions"][::-1] + decisions, page["before"]
+    assert [each["decider"] for each in decisions] == ["admission", "filter", *["dispatch"] * 5]
 
 
 @pytest.mark.parametrize("path", ["groups/7", "groups/x", "groups/-1", "groups/5/episodes/9", "groups/5/episodes/x"])

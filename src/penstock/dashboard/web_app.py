@@ -240,14 +240,15 @@ class Dashboard:
         return JsonResponse(page)
 
     def group(self, request: Request) -> Response:
-        """Answer a group: its row, its members and the decisions about it, the oldest first."""
+        """Answer a group: its row, its members and the latest decisions about it, the oldest first. `decisions_before`
+        asks `/decisions` for those before them; null if these are all."""
         run, number = self.open(request), number_in_path(request, "group")
         try:
             found = run.trajectories.groups.group(number)
         except UnknownGroup as problem:
             raise HTTPException(404, str(problem)) from None
         page = run.decisions(Filter(group=number), before=None, limit=MOST_DECISIONS)
-        return JsonResponse({**found, "decisions": page.decisions[::-1]})
+        return JsonResponse({**found, "decisions": page.decisions[::-1], "decisions_before": page.before})
 
     def episode(self, request: Request) -> Response:
         """Answer a trajectory. With `render=1`, a Python renderer adds its text."""

@@ -8,6 +8,7 @@ import { difference } from "./difference.js";
 const SORTS = { newest: "Newest first", oldest: "Oldest first", best: "Best member first", worst: "Worst member first", spread: "Largest spread first" };
 const STATES = { trained: "good", ready: "calm", pending: "", collected: "good", filtered: "warn", discarded: "warn", failed: "bad", cancelled: "" };
 const LIMIT = 50;
+const MOST_DECISIONS = 1000; // in one answer of the server
 const REFRESH_MS = 3000;
 
 export async function show(root, context) {
@@ -174,7 +175,7 @@ async function group(root, { run, rest, params, api, link }) {
     draw();
   };
   root.classList.add("bounded");
-  fill(root, heading(found, { run, link }), members(found, { run, link }), found.members.length ? [tabs, place] : null, decisionsOf(found));
+  fill(root, heading(found, { run, link }), members(found, { run, link }), found.members.length ? [tabs, place] : null, decisionsOf(found, { run, api }));
   draw();
   return () => watcher?.disconnect();
 }
@@ -246,13 +247,43 @@ function side(message, parts, kind) {
   return h("td", {}, h("div", { class: "role" }, message.role), h("div", { class: "said" }, parts.filter(([each]) => each === "same" || each === kind).map(([each, text]) => (each === "same" ? text : h(kind === "left" ? "del" : "ins", {}, text)))));
 }
 
-function decisionsOf(found) {
-  return h("section", { class: "panel" }, h("h2", {}, "Decisions about this group"),
-    found.decisions.length ? h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Decisions" }, h("table", {},
-      h("thead", {}, h("tr", {}, ["Time", "Decider", "Reason", "Inputs"].map((name) => h("th", { scope: "col" }, name)))),
-      h("tbody", {}, found.decisions.map((each) => h("tr", {},
-        h("td", { class: "num nowrap" }, clock(each.time, 3)),
-        h("td", {}, each.decider),
-        h("td", { class: "break" }, each.reason),
-        h("td", {}, h("span", { class: "inputs" }, Object.entries(each.inputs ?? {}).map(([name, value]) => h("span", {}, h("b", {}, `${name} `), plain(value)))))))))) : h("p", { class: "muted" }, "timeline.jsonl has none."));
+/** The decisions about a group, the oldest first. Those before the first answer of the server are read when asked for. */
+function decisionsOf(found, { run, api }) {
+  let before = found.decisions_before;
+  let num = found.decisions.length;
+  const said = h("span", { role: "status" });
+  const body = h("tbody", {}, found.decisions.map(decisionRow));
+  const table = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Decisions" }, h("table", {},
+    h("thead", {}, h("tr", {}, ["Time", "Decider", "Reason", "Inputs"].map((name) => h("th", { scope: "col" }, name)))), body));
+  const none = h("p", { class: "muted" }, "timeline.jsonl has none.");
+  const more = button("Show earlier decisions", async () => {
+    more.disabled = true;
+    try {
+      const page = await api.get(["runs", run, "decisions"], { group: found.group, before, limit: MOST_DECISIONS });
+      body.prepend(...[...page.decisions].reverse().map(decisionRow));
+      before = page.before;
+      num += page.decisions.length;
+      tell();
+    } catch (error) {
+      said.textContent = error.message;
+    }
+    more.disabled = false;
+  });
+  const missing = h("div", { class: "note warn" }, h("strong", {}, "Earlier ones may be missing"), said, more);
+  const tell = () => {
+    missing.hidden = before === null;
+    said.textContent = `These are the latest ${count(num)} decisions about the group.`;
+    table.hidden = !num;
+    none.hidden = num > 0 || before !== null;
+  };
+  tell();
+  return h("section", { class: "panel", "aria-label": "Decisions about this group" }, h("h2", {}, "Decisions about this group"), missing, table, none);
+}
+
+function decisionRow({ time, decider, reason, inputs }) {
+  return h("tr", {},
+    h("td", { class: "num nowrap" }, clock(time, 3)),
+    h("td", {}, decider),
+    h("td", { class: "break" }, reason),
+    h("td", {}, h("span", { class: "inputs" }, Object.entries(inputs ?? {}).map(([name, value]) => h("span", {}, h("b", {}, `${name} `), plain(value))))));
 }
