@@ -7,8 +7,11 @@ import { LEDGER } from "./words.js";
 const [WIDTH, HEIGHT, TOP, GAP, BAR, LEAST] = [640, 230, 6, 9, 12, 3];
 const LIVE = "in work";
 
-/** Return the ledger drawn and as a table. `ledger`: state -> number of episodes, with `admitted`. */
-export function ledgerFlow(ledger) {
+/**
+ * Return the ledger drawn and as a table. `ledger`: state -> number of episodes, with `admitted`. `isOver`: it is that of
+ * a run that has ended.
+ */
+export function ledgerFlow(ledger, isOver) {
   const states = Object.entries(ledger).filter(([state]) => state !== "admitted");
   const total = ledger.admitted ?? 0;
   const sum = states.reduce((all, [, value]) => all + value, 0);
@@ -17,7 +20,7 @@ export function ledgerFlow(ledger) {
   const ends = [[LIVE, numLive, "flow-live"], ...states.filter(([state]) => LEDGER[state]?.[2] !== false).map(([state, value]) => [state, value, LEDGER[state]?.[1] ?? "flow-admitted"])].filter(([, value]) => value > 0);
   return h("div", { class: "flow" },
     picture(total, ends),
-    h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Ledger as a table" }, table(states, total, sum)));
+    h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Ledger as a table" }, table(states, total, sum, isOver)));
 }
 
 function picture(total, ends) {
@@ -55,12 +58,12 @@ function scaled(heights, room) {
   return heights.map((height) => (height < LEAST ? LEAST : (height * (room - small * LEAST)) / large));
 }
 
-function table(states, total, sum) {
+function table(states, total, sum, isOver) {
   const rows = states.filter(([, value]) => value > 0).map(([state, value]) => h("tr", {},
     h("th", { scope: "row", class: "nowrap" }, state.replace("_", " ")),
     h("td", { class: "num" }, count(value)),
     h("td", { class: "num" }, percent(value / (total || 1))),
-    h("td", { class: "muted" }, LEDGER[state]?.[0] ?? "")));
+    h("td", { class: "muted" }, (isOver && LEDGER[state]?.[3]) || (LEDGER[state]?.[0] ?? ""))));
   const fits = sum === total;
   return h("table", {},
     h("thead", {}, h("tr", {}, ["state", "episodes", "share", "meaning"].map((name, index) => h("th", { scope: "col", class: index === 1 || index === 2 ? "num" : null }, name)))),

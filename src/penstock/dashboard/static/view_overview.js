@@ -84,8 +84,12 @@ export async function show(root, { run, api, live, link }) {
     alerts.hidden = !alerts.childElementCount;
     update(answers, answersOf(state, run, link));
     answers.classList.toggle("answers", answers.childElementCount > 3);
-    update(ledger, h("header", {}, h("h2", {}, "Ledger"), h("p", { class: "muted" }, "Every admitted episode is in exactly one state. Nothing is lost silently.")),
-      state.status.ledger?.admitted ? ledgerFlow(state.status.ledger) : empty(...(OVER.has(state.status.status) ? ["No ledger", "The run took no step."] : ["No ledger yet", "The first step writes it."])));
+    const isOver = OVER.has(state.status.status);
+    const [title, said] = isOver && state.status.ledger?.admitted
+      ? [`Ledger at ${state.status.progress.unit} ${count(state.status.progress.step)}`, "Every admitted episode was in exactly one state. What was in work then ended with the run."]
+      : ["Ledger", "Every admitted episode is in exactly one state. Nothing is lost silently."];
+    update(ledger, h("header", {}, h("h2", {}, title), h("p", { class: "muted" }, said)),
+      state.status.ledger?.admitted ? ledgerFlow(state.status.ledger, isOver) : empty(...(isOver ? ["No ledger", "The run took no step."] : ["No ledger yet", "The first step writes it."])));
     update(facts, aboutOf(state));
     stop.hidden = state.status.status !== "running";
   }

@@ -61,14 +61,14 @@ export const kindOf = (kind) => KINDS[kind] ?? [kind.replaceAll("_", " "), "k-ot
 /** Kinds of spans that compute with the model, which count as busy. */
 export const WORK = new Set(["generate", "train", "step", "warm_start", "evaluate"]);
 
-/** State of an episode -> [what it means, style of the flow, whether it is final]. */
+/** State of an episode -> [what it means, style of the flow, whether it is final, what it meant then]. */
 export const LEDGER = {
-  pending: ["waits to start", "flow-live", false],
-  leased: ["is being played", "flow-live", false],
-  unfinished: ["waits between two segments", "flow-live", false],
-  rewarding: ["waits for its reward", "flow-live", false],
-  ready: ["waits for the learner", "flow-live", false],
-  training: ["is in the learner", "flow-live", false],
+  pending: ["waits to start", "flow-live", false, "waited to start"],
+  leased: ["is being played", "flow-live", false, "was being played"],
+  unfinished: ["waits between two segments", "flow-live", false, "waited between two segments"],
+  rewarding: ["waits for its reward", "flow-live", false, "waited for its reward"],
+  ready: ["waits for the learner", "flow-live", false, "waited for the learner"],
+  training: ["is in the learner", "flow-live", false, "was in the learner"],
   trained: ["the learner has used it", "flow-trained", true],
   collected: ["written to the dump", "flow-collected", true],
   filtered: ["its group taught nothing and was dropped by a filter", "flow-filtered", true],
