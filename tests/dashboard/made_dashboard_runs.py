@@ -145,6 +145,8 @@ class WrittenRun:
         """Write an evaluation of 64 held-out tasks."""
         figures = {"tasks": 64, "reward": reward, "pass_at": {"1": reward, "4": min(1.0, 1.3 * reward)}}
         self.note("evaluation", when=when, step=self.step, **figures, tags={"words": figures})
+        self.decide("dispatch", self.latest, "evaluation", group=10_000 + self.step, worker="env-0")
+        self.decide("evaluation", self.latest, "64 of 64 held-out tasks have ended", group=10_000 + self.step)
 
     def adapt(self) -> None:
         """Write that the scheduler changed two settings."""

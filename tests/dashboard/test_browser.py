@@ -339,6 +339,16 @@ def test_a_dropped_group_leads_to_its_reason(open_page: Callable[..., Page], url
     page.wait_for_selector(SHOWN)
 
 
+def test_held_out_groups_have_no_link(open_page: Callable[..., Page], url: str) -> None:
+    page = open_page(f"{url}#/finished/decisions?group=10040")
+    rows = page.locator("section[aria-label='All decisions'] tbody tr")
+    rows.nth(1).wait_for()
+    assert ["10040 (held out)" in text for text in rows.all_inner_texts()] == [True, True]
+    assert page.locator("main a:has-text('10040')").count() == 0
+    turn_to(page, url, "#/finished/groups/10040")
+    assert "no record of group 10040: groups of held-out tasks leave none" in page.inner_text("main")
+
+
 def test_changes_of_settings_are_shown(open_page: Callable[..., Page], url: str) -> None:
     page = open_page(f"{url}#/finished/decisions")
     change = page.locator("section[aria-label='Changes of settings'] tbody tr")

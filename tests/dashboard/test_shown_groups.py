@@ -89,7 +89,7 @@ def test_a_group_and_its_members(shown: Trajectories) -> None:
     ]
     assert all(each["has_text"] and each["has_tokens"] for each in found["members"])
     assert shown.groups.group(3)["members"] == []
-    with pytest.raises(UnknownGroup, match="no group 77"):
+    with pytest.raises(UnknownGroup, match="no record of group 77: groups of held-out tasks"):
         shown.groups.group(77)
 
 

@@ -182,7 +182,10 @@ class Groups:
                 found = []
         record = found[0] if found else self._samples.records().get(group)
         if record is None:
-            raise UnknownGroup(f"run {self._run_dir.name} has no group {group}")
+            raise UnknownGroup(
+                f"run {self._run_dir.name} has no record of group {group}: groups of held-out tasks leave none, and "
+                "others get one when they are admitted"
+            )
         return record
 
     def group(self, group: int) -> dict[str, Any]:

@@ -49,7 +49,7 @@ export async function show(root, { run, api, live, params, link }) {
     update(latest, sorted.length ? sorted.map((each) => {
       const { decider, time, reason, group: of, inputs, ...rest } = each;
       return h("div", { class: "card" }, h("h2", {}, decider, h("span", { class: "muted" }, ` · ${ago(time)}`)), h("p", { class: "answer" }, reason),
-        h("p", { class: "more muted" }, `${decider} ${DECIDERS[decider] ?? "decides."}`), inputsOf({ ...(of === null || of === undefined ? {} : { group: of }), ...(inputs ?? rest) }, run, link));
+        h("p", { class: "more muted" }, `${decider} ${DECIDERS[decider] ?? "decides."}`), inputsOf({ ...(of === null || of === undefined ? {} : { group: groupOf(each, of, run, link) }), ...(inputs ?? rest) }));
     }) : empty("No decision yet", "The scheduler decides as soon as tasks come in."));
   }
 
@@ -167,17 +167,22 @@ function values(found) {
 
 function row(each, run, link) {
   return h("tr", {}, h("td", { class: "time", title: moment(each.time) }, clock(each.time, 2)), h("td", { class: "time" }, each.decider), h("td", { class: "break" }, plain(each.reason)),
-    h("td", { class: "num" }, each.group === null || each.group === undefined ? "" : h("a", { href: link(run, "groups", each.group) }, each.group)),
-    h("td", {}, inputsOf(each.inputs ?? {}, run, link)));
+    h("td", { class: "num" }, each.group === null || each.group === undefined ? "" : groupOf(each, each.group, run, link)),
+    h("td", {}, inputsOf(each.inputs ?? {})));
 }
 
-/** What a decider knew: names and values; numbers of groups lead to their group. */
-function inputsOf(inputs, run, link) {
-  return h("div", { class: "inputs" }, Object.entries(inputs).map(([name, value]) => h("span", {}, h("b", {}, `${name.replaceAll("_", " ")} `), shown(name, value, run, link))));
+/** The number of a group, which leads to the group. The run keeps no record of held-out groups. */
+function groupOf({ decider, reason }, number_, run, link) {
+  if (decider === "evaluation" || reason === "evaluation") return h("span", { title: "a group of held-out tasks, of which the run keeps no record" }, `${number_} (held out)`);
+  return Number.isInteger(number_) ? h("a", { href: link(run, "groups", number_) }, number_) : plain(number_);
 }
 
-function shown(name, value, run, link) {
-  if (name === "group" && Number.isInteger(value)) return h("a", { href: link(run, "groups", value) }, value);
+/** What a decider knew: names and values, which may be elements. */
+function inputsOf(inputs) {
+  return h("div", { class: "inputs" }, Object.entries(inputs).map(([name, value]) => h("span", {}, h("b", {}, `${name.replaceAll("_", " ")} `), value instanceof Node ? value : shown(value))));
+}
+
+function shown(value) {
   if (Array.isArray(value) && value.length > LONGEST_LIST) return `${value.slice(0, LONGEST_LIST).map(plain).join(", ")} and ${value.length - LONGEST_LIST} more`;
   return typeof value === "number" ? number(value) : plain(value);
 }
