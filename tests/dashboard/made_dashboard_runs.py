@@ -220,6 +220,7 @@ def five_runs(runs_dir: Path) -> Iterator[WrittenRun]:
     finished.start()
     finished.evaluate("before", 0.3)
     finished.take_steps(NUM_STEPS // 2)
+    finished.note("alarm", reason="answers are cut", time=finished.latest)
     finished.adapt()
     finished.note("checkpoint", step=finished.step, path=f"checkpoints/step_{finished.step}")
     finished.take_steps(NUM_STEPS // 2)

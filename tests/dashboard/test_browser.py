@@ -150,6 +150,13 @@ def test_the_overview_answers_the_questions(open_page: Callable[..., Page], url:
     assert "Ledger at step 40" in text and "was being played" in text and "is being played" not in text
 
 
+def test_alarms_of_long_ago_are_folded(open_page: Callable[..., Page], url: str) -> None:
+    page = open_page(f"{url}#/finished/overview")
+    assert "answers are cut" not in page.inner_text("main")
+    page.get_by_text("1 alarm before the last tenth of the run").click()
+    assert "answers are cut step 20" in " ".join(page.inner_text("main details .note").split())
+
+
 def test_a_crashed_run_says_why_and_what_to_type(open_page: Callable[..., Page], url: str) -> None:
     page = open_page(f"{url}#/crashed/overview")
     alert = page.inner_text("main [role=alert]")

@@ -46,6 +46,7 @@ async def test_the_status_is_that_of_the_command_with_the_balance(tmp_path: Path
     assert found["bound"]["bound"] == pytest.approx(250 / 0.75)
     assert {line["decider"] for line in found["decisions"]} == {"admission", "dispatch", "tuning"}
     assert found["next"][0]["command"].startswith("penstock trajectories")
+    assert [(alarm["reason"], alarm["step"]) for alarm in found["alarms"]] == [("answers are cut", 2)]
 
 
 async def test_settings_that_differ_come_first(tmp_path: Path) -> None:

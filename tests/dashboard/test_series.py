@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dashboard.series import bucketed, curves, rate, starts, surviving
+from penstock.dashboard.series import bucketed, curves, rate, starts, step_at, surviving
 from penstock.observe import summary
 
 steps = st.lists(st.integers(0, 30), max_size=60)
@@ -52,6 +52,12 @@ def test_curves_have_rising_steps_within_the_window(taken: list[int], points: in
     assert found.num_steps == len(kept)
     assert (not in_window and not len(found.x)) or found.x[-1] == in_window[-1]
     assert not in_window or np.max(found.curves["a"].max) == 2 * max(in_window)
+
+
+def test_the_step_at_a_time_leaves_out_lost_steps() -> None:
+    columns = {"step": np.array([1.0, 2.0, 3.0, 2.0, 3.0]), "time": np.array([10.0, 20.0, 30.0, 40.0, 50.0])}
+    assert [step_at(columns, time) for time in (9, 10, 35, 40, 99)] == [0, 1, 1, 2, 3]
+    assert step_at({"step": np.zeros(0), "time": np.zeros(0)}, 9.0) == 0
 
 
 def test_rates_are_weighted_by_time_and_never_negative() -> None:

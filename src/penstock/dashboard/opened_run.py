@@ -13,7 +13,7 @@ from penstock.dashboard.balance import balance, bound
 from penstock.dashboard.decision_pages import Filter, Page, page
 from penstock.dashboard.metrics_index import MetricsIndex
 from penstock.dashboard.run_events import RunEvents
-from penstock.dashboard.series import RATE, Curves, curves, needed
+from penstock.dashboard.series import RATE, Curves, curves, needed, step_at
 from penstock.dashboard.settings_table import settings_table
 from penstock.dashboard.timeline_index import TimelineIndex
 from penstock.dashboard.timeline_window import shown_spans
@@ -80,7 +80,9 @@ class OpenedRun:
         self._status_reader = StatusReader(run_dir)
         self._status: Document = {}
         self._status_at = -STATUS_AGE_S
-        self._lock = threading.Lock()
+        self._steps_at: dict[float, int] = {}
+        """Steps of the alarms that were shown, by their times."""
+        self._lock = threading.RLock()
         self._is_reading = False
         self._is_closed = threading.Event()
 
@@ -96,8 +98,23 @@ class OpenedRun:
                 ]
                 indexed = [*of_metrics, *self.timeline.warnings]
                 added = {"balance": balance(progress), "bound": bound(progress), "warnings": others + indexed}
+                added["alarms"] = [alarm | {"step": self._step_at(alarm["time"])} for alarm in document["alarms"]]
                 self._status, self._status_at = document | added, time.monotonic()
             return self._status
+
+    def _step_at(self, time: float) -> int | None:
+        """Return the latest step that had ended at a time (seconds since the epoch), 0 before the first one; None if
+        metrics.jsonl cannot be read. Of a file that is not read to its end, the step is about right."""
+        if (known := self._steps_at.get(time)) is not None:
+            return known
+        try:
+            self.catch_up(self.metrics)
+            step = step_at(self.metrics.columns(["step", "time"]), time)
+        except OSError:
+            return None
+        if self.metrics.indexed >= 1:
+            self._steps_at[time] = step
+        return step
 
     def _read_status(self) -> Document:
         try:

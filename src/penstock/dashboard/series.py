@@ -39,6 +39,13 @@ def surviving(step: Floats) -> Mask:
     return counts
 
 
+def step_at(columns: Mapping[str, Floats], time: float) -> int:
+    """Return the latest step that counts and had ended at a time (seconds since the epoch); 0 before the first one.
+    `columns`: `step` and `time`."""
+    steps = columns["step"][surviving(columns["step"]) & (columns["time"] <= time)]
+    return int(steps[-1]) if len(steps) else 0
+
+
 def rate(total: Floats, time: Floats) -> Floats:
     """Return the growth of a total per second since the line before. NaN for the first line, and where no time has
     passed or the total has become smaller."""

@@ -10,6 +10,7 @@ const LEAST_REFRESH_MS = 3000;
 const REFRESH_COST = 50; // the server works at most 1/50 of the time for the curves of a viewer
 const KEPT_CHARTS = "penstock.charts";
 const HALF = 0.5;
+const LATEST_PART = 0.9; // alarms before this share of the steps are folded
 const POINTS = 600;
 const MOST_NAMES = 60; // in one request
 const LINES = ["s1", "s2", "s3", "s4", "s5", "s6", "s7", "s8"];
@@ -343,11 +344,17 @@ function alertsOf(status, link) {
       cause ? h("a", { href: `${link(status.run_id, "processes")}?log=${encodeURIComponent(cause.process)}` }, `log of ${cause.process}`) : null,
       rest.length ? h("pre", {}, rest.join("\n")) : null));
   }
+  const alarms = (status.alarms ?? []).map((each) => ["warn", "Alarm", each.reason, each.time, each.step]);
+  const isOld = ([, , , , step]) => typeof step === "number" && step < LATEST_PART * (status.progress?.step ?? 0);
   const news = [
-    ...(status.alarms ?? []).map((each) => ["warn", "Alarm", each.reason, each.time]),
+    ...alarms.filter((each) => !isOld(each)),
     ...(status.stalls ?? []).map((each) => ["bad", "Stall", `${each.waiter} has waited ${spoken(each.seconds)} for ${each.resource}, held by ${each.holder}`, each.time]),
-  ].sort((a, b) => b[3] - a[3]);
-  found.push(...news.map(([style, kind, text, time]) => h("div", { class: `note ${style}` }, h("strong", {}, kind), text, h("span", { class: "muted" }, ago(time)))));
+  ];
+  const notesOf = (list) => list.sort((a, b) => b[3] - a[3]).map(([style, kind, text, time, step]) => h("div", { class: `note ${style}` }, h("strong", {}, kind), text,
+    h("span", { class: "muted" }, [typeof step === "number" ? `${status.progress.unit} ${count(step)}` : null, ago(time)].filter(Boolean).join(", "))));
+  found.push(...notesOf(news));
+  const old = notesOf(alarms.filter(isOld));
+  if (old.length) found.push(h("details", { class: "more" }, h("summary", {}, `${plural(old.length, "alarm")} before the last tenth of the run`), h("div", { class: "section" }, old)));
   if (status.groups_failed) found.push(h("div", { class: "note warn" }, h("strong", {}, plural(status.groups_failed, "group failed", "groups failed")), `The latest: ${plain(status.latest_failure)}`, h("a", { href: `${link(status.run_id, "groups")}?status=failed` }, "see them")));
   if (status.progress?.needs) found.push(h("div", { class: "note warn" }, h("strong", {}, "The run waits for an environment worker"), h("code", {}, status.progress.needs)));
   if (status.leftovers?.length) found.push(h("div", { class: "note warn" }, h("strong", {}, "Left behind"), status.leftovers.map(String).join(", ")));
