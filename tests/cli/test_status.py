@@ -147,6 +147,8 @@ def test_a_run_that_has_trained_says_how_to_read_serve_and_evaluate_it(tmp_path:
     read = f"penstock trajectories {run_dir} --best"
     assert [row["command"] for row in ask(run_dir)["next"]] == [read]
     note(run_dir, "checkpoint", step=4, path="checkpoints/step_4")
+    assert [row["command"] for row in ask(run_dir)["next"]] == [read], "the checkpoint is not there"
+    (run_dir / "checkpoints" / "step_4").mkdir(parents=True)
     assert [row["command"] for row in ask(run_dir)["next"]] == [
         read,
         f"penstock serve --model {run_dir}/checkpoints/step_4",

@@ -18,6 +18,7 @@ async def test_the_demo_shows_a_run_that_learns() -> None:
             assert row["status"] == "completed" and row["step"] == 40
             status = await dashboard.get(f"runs/{row['id']}/status")
             assert status["warnings"] == [] and set(status["tags"]) == {"game", "words"}
+            assert not any("checkpoint" in each["command"] for each in status["next"]), "no checkpoint is packed"
             evaluations = (await dashboard.get(f"runs/{row['id']}/evaluations"))["evaluations"]
             assert evaluations[-1]["reward"] > evaluations[0]["reward"] + 0.3
             assert (await dashboard.get(f"runs/{row['id']}/timeline"))["spans"]

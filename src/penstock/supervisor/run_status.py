@@ -351,7 +351,7 @@ def next_commands(document: Document) -> dict[str, str]:
             return {f"penstock trajectories {run}": "read the trajectories"}
         case "completed":
             read = {f"penstock trajectories {run} --best": "read its latest answers, the best first"}
-            if not checkpoint:
+            if not checkpoint or not (run_dir / checkpoint).is_dir():  # a copy of a run may lack its checkpoints
                 return read
             directory = from_here(run_dir)
             model, config = _quoted(directory / checkpoint), _quoted(directory / "config.yaml")
