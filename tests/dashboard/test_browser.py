@@ -147,6 +147,7 @@ def test_the_overview_answers_the_questions(open_page: Callable[..., Page], url:
     assert "Last change: scheduler.max_staleness 1 → 2, N_min 16 → 32." in text
     assert "Yes: all numbers are within their usual limits." in text
     assert "equals admitted: nothing was lost" in text
+    assert "The run finds N_min itself, from the learner's timings." in text
     assert "Ledger at step 40" in text and "was being played" in text and "is being played" not in text
 
 

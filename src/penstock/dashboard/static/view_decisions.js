@@ -146,7 +146,7 @@ function stepOf(change, { x, times }) {
 
 function nothingChanged(status) {
   const feedback = (status.decisions ?? []).find((each) => each.decider === "feedback");
-  return h("p", {}, "Nothing so far. ", feedback ? `The latest word of feedback: ${feedback.reason}.` : "", h("span", { class: "muted" }, " Thresholds move with scheduler.trigger.feedback; other settings with scheduler.tuning=auto."));
+  return h("p", {}, "No setting so far. ", feedback ? `The latest word of feedback: ${feedback.reason}.` : "", h("span", { class: "muted" }, " Thresholds move with scheduler.trigger.feedback; other settings with scheduler.tuning=auto."));
 }
 
 function changesOf(list) {

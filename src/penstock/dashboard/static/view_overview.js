@@ -262,7 +262,8 @@ function keep(names) {
 }
 
 /** Return the spec with the series that depend on the run; null if the run has none for it. */
-function complete(spec, { names, evaluations }) {
+function complete(spec, { names, evaluations, chosen }) {
+  if (spec.title === "Trigger" && isFound(chosen)) return { ...spec, about: `${spec.about} The run finds N_min itself, from the learner's timings.` };
   if (spec.tags) {
     const tags = names.filter((name) => name.startsWith(`${spec.tags}/`));
     if (tags.length < 2) return null;
@@ -273,6 +274,12 @@ function complete(spec, { names, evaluations }) {
     return ks.length ? { ...spec, series: ks.map((k, index) => ({ name: `pass@${k}`, label: `pass@${k}`, colour: LINES[index % LINES.length], points: true, spans: true, width: 1, dash: [3, 4] })) } : null;
   }
   return spec;
+}
+
+/** Return whether the run finds N_min by the learner's timings: it is not set, and nothing else sets it. */
+function isFound(chosen) {
+  const [samples, use, signal] = ["min_samples", "use", "feedback.signal"].map((name) => chosen[`scheduler.trigger.${name}`]);
+  return samples === null && use !== "batch" && signal !== "noise_scale";
 }
 
 /** Add what follows from the series of the server: busy shares and smoothed lines. */
