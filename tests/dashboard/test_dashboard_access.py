@@ -66,7 +66,7 @@ async def test_a_stop_needs_key_origin_and_confirmation(tmp_path: Path, monkeypa
         return None
 
     monkeypatch.setattr(web_app, "stop_run", stop)
-    run_dir = make_run(tmp_path)
+    run_dir = make_run(tmp_path, status="running")
     path, body = f"/api/runs/{RUN}/stop", json.dumps({"confirm": RUN})
     async with dashboard_of(tmp_path) as dashboard:
         keyed, ours = f"{path}?key={KEY}", {"Origin": dashboard.url}
@@ -84,8 +84,17 @@ async def test_a_stop_needs_key_origin_and_confirmation(tmp_path: Path, monkeypa
     assert stopped == [run_dir]
 
 
-async def test_a_stop_of_a_run_that_has_ended_says_what_the_command_says(tmp_path: Path) -> None:
-    make_run(tmp_path, status="stopped", format=3)
+@pytest.mark.parametrize("status", ["completed", "stopped", "failed"])
+async def test_a_run_that_has_ended_is_not_stopped(tmp_path: Path, status: str) -> None:
+    make_run(tmp_path, status=status)
+    async with dashboard_of(tmp_path) as dashboard:
+        url, ours = f"{dashboard.url}/api/runs/{RUN}/stop?key={KEY}", {"Origin": dashboard.url}
+        async with dashboard.session.post(url, data=json.dumps({"confirm": RUN}), headers=ours) as answer:
+            assert answer.status == 409
+            assert (await answer.json())["error"]["message"] == f"run {RUN} has ended already: {status}"
+
+
+async def test_a_stop_of_a_run_that_is_lost_says_what_the_command_says(tmp_path: Path) -> None:
     lost = make_run(tmp_path, "20260921-130000-bbbb", status="running", supervisor={"pid": 1})
     async with dashboard_of(tmp_path) as dashboard:
         body, ours = json.dumps({"confirm": lost.name}), {"Origin": dashboard.url}

@@ -68,14 +68,17 @@ async def test_series_have_names_and_at_most_the_points_that_were_asked_for(tmp_
         wrong = await dashboard.get(f"runs/{RUN}/series?names=reward&points=many", status=400)
         await dashboard.get(f"runs/{RUN}/series?names=reward&x=reward_of_nobody", status=400)
         await dashboard.get(f"runs/{RUN}/series", status=400)
-        unknown = await dashboard.get(f"runs/{RUN}/series?names=no_such_series&points=3")
+        unknown = await dashboard.get(f"runs/{RUN}/series?names=no_such_series,nor_this", status=400)
+        partly_known = await dashboard.get(f"runs/{RUN}/series?names=reward,no_such_series&points=3")
     assert {"reward", "ledger/trained", "rate:tokens_generated_total"} <= set(names) and "length_tau" not in names
     assert len(found["x"]) == len(found["times"]) == 50 and found["x"][-1] == 1000 and found["num_steps"] == 1000
     assert found["series"]["rate:tokens_generated_total"]["mean"] == [pytest.approx(500)] * 50
     assert found["series"]["ledger/trained"]["max"][-1] == 8000 and "indexed" not in found
     assert part["x"] == list(range(10, 20))
     assert "points" in wrong["error"]["message"]
-    assert unknown["series"]["no_such_series"]["mean"] == [None] * 3
+    assert "this run has no series no_such_series, nor_this" in unknown["error"]["message"]
+    assert partly_known["series"]["no_such_series"]["mean"] == [None] * 3
+    assert partly_known["unknown"] == ["no_such_series"] and found["unknown"] == []
 
 
 async def test_a_name_with_a_comma_is_one_name(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from penstock.dashboard.opened_run import MOST_SERIES, OpenedRun, OpenedRuns, pa
 from penstock.dashboard.renderers import RendererError, Renderers, rendered
 from penstock.dashboard.served_runs import ServedRuns
 from penstock.dashboard.trajectory_pages import UnknownEpisode
+from penstock.supervisor.known_runs import LOST, UNKNOWN, UNREADABLE, has_ended, status_of
 from penstock.supervisor.run_journal import read_state
 from penstock.supervisor.states import RunState
 
@@ -167,6 +168,9 @@ class Dashboard:
         names = list(dict.fromkeys(names))
         if not names or len(names) > MOST_SERIES:
             raise HTTPException(400, f"names: give 1 to {MOST_SERIES} names, as /names lists them")
+        unknown = [name for name in names if name not in known] if known and run.metrics.indexed >= 1 else []
+        if len(unknown) == len(names):
+            raise HTTPException(400, f"names: this run has no series {', '.join(unknown)[:200]}: /names lists all")
         x = given.get("x", "step")
         if x not in known | {"step", "time"}:
             raise HTTPException(400, f"x is {x!r}: give step, time or the name of a series")
@@ -182,6 +186,7 @@ class Dashboard:
                     for name, curve in found.curves.items()
                 },
                 "num_steps": found.num_steps,
+                "unknown": unknown,
                 **partly(run.metrics.indexed),
             }
         )
@@ -307,6 +312,8 @@ class Dashboard:
             raise HTTPException(
                 400, f"confirm the stop of run {run_dir.name} by its id: {{'confirm': '{run_dir.name}'}}"
             )
+        if (status := await in_thread(ended_as, run_dir)) is not None:
+            return error(f"run {run_dir.name} has ended already: {status}", 409)
         refused = await stop_run(run_dir, self._stopping)
         return error(refused, 409) if refused else JsonResponse({"stopping": run_dir.name}, 202)
 
@@ -356,6 +363,13 @@ async def stop_run(run_dir: Path, running: set[asyncio.Task[None]]) -> str | Non
             break
         await asyncio.wait([task], timeout=STOP_LOOK_S)
     return refusals[0] if refusals else None
+
+
+def ended_as(run_dir: Path) -> str | None:
+    """Return the final state of a run, as its supervisor wrote it; None without one. A lost run has none, so that
+    `penstock stop` can end what is left of it."""
+    status = status_of(run_dir, read_state(run_dir) or {})
+    return status if has_ended(status) and status not in (LOST, UNKNOWN, UNREADABLE) else None
 
 
 def is_ending(run_dir: Path) -> bool:
