@@ -20,6 +20,7 @@ import pytest
 from shown_run import RUN, make_run
 from typer.testing import CliRunner
 
+from penstock.cli import dashboard
 from penstock.cli.main import app
 
 pytestmark = pytest.mark.integration
@@ -118,6 +119,40 @@ def test_a_run_in_the_background_has_no_dashboard_of_its_own(tmp_path: Path) -> 
     assert done.exit_code == 2 and "--dashboard shows" in done.stderr
 
 
+def told_on_stderr(capfd: pytest.CaptureFixture[str], part: str) -> str:
+    """Wait until a line with `part` stands on stderr, and return the line."""
+    text, limit = "", time.monotonic() + LIMIT_S
+    while time.monotonic() < limit:
+        text += capfd.readouterr().err
+        for line in text.splitlines():
+            if part in line:
+                return line
+        time.sleep(POLL_S)
+    raise AssertionError(f"no line has {part!r}: {text}")
+
+
+def test_a_run_goes_on_without_a_dashboard_that_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_DASHBOARD_KEY", "short")
+    with dashboard.beside_run(tmp_path / "mine"):
+        line = told_on_stderr(capfd, "warning: ")
+    assert line.startswith("warning: the run goes on without its dashboard: PENSTOCK_DASHBOARD_KEY has 5 characters")
+
+
+def test_a_run_does_not_wait_for_its_dashboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nexec sleep 1000\n")
+    silent.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(silent))
+    monkeypatch.setattr(dashboard, "START_S", 0.2)
+    with dashboard.beside_run(tmp_path / "mine"):
+        assert capfd.readouterr() == ("", ""), "it has not been waited for"
+        assert "it has not started within 0.2 s" in told_on_stderr(capfd, "warning: ")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_a_training_is_shown_while_it_lasts(tmp_path: Path, end: signal.Signals) -> None:
@@ -125,6 +160,7 @@ def test_a_training_is_shown_while_it_lasts(tmp_path: Path, end: signal.Signals)
     config.write_text(TRAINING)
     with started("train", str(config), "--dashboard", f"runs_dir={tmp_path}", "run_id=shown") as (process, url):
         base = base_of(url)
+        assert url.endswith("#/shown/overview")
         request = urllib.request.urlopen(f"{base}/api/runs", timeout=LIMIT_S)
         request.close()
         step = follow_until_a_step(base, "shown")

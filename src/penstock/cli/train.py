@@ -80,25 +80,26 @@ def begin(
     check_memory(config)
     if pipeline != "train" and config.model_name == "tiny" and not config.uses_given_weights:
         print(UNTRAINED, file=sys.stderr)
+    run_id = config.run_id or run_directory.new_run_id()
+    run_dir = Path(config.runs_dir).absolute() / run_id
     if detach:
-        run_id = config.run_id or run_directory.new_run_id()
-        run_dir = Path(config.runs_dir).absolute() / run_id
         return start_detached(run_dir, [pipeline, str(path), *overrides, f"run_id={run_id}"], config)
+    config = config.model_copy(update={"run_id": run_id})
     with (
-        shown_if(dashboard, Path(config.runs_dir)),
+        shown_if(dashboard, run_dir),
         reserving(config) as resources,
         run_directory.open_run(config) as run,
     ):
         return conclude(run, carry_out(run, resources), results)
 
 
-def shown_if(dashboard: bool, runs_dir: Path) -> AbstractContextManager[None]:
-    """Show the runs in the browser during the body, if the user asked for it."""
+def shown_if(dashboard: bool, run_dir: Path) -> AbstractContextManager[None]:
+    """Show a run in the browser during the body, if the user asked for it."""
     if not dashboard:
         return nullcontext()
     from penstock.cli.dashboard import beside_run
 
-    return beside_run(runs_dir)
+    return beside_run(run_dir)
 
 
 @refusing
