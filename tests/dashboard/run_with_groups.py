@@ -14,7 +14,7 @@ import yaml
 
 from penstock.config import Column, DumpConfig, TinyModelConfig, load_config
 from penstock.config.trajectory_dump import KEPT_TOKENS
-from penstock.dashboard.trajectory_pages import Trajectories
+from penstock.dashboard.opened_run import OpenedRun, Requests
 from penstock.model.chat import ChatTokenizer
 from penstock.model.tiny import write_tiny_model
 from penstock.ports.group_records import EndedGroup
@@ -146,5 +146,5 @@ class ShownRun:
         for path in (self.run_dir / "pool").glob("*.seg"):
             path.unlink()
 
-    def shown(self) -> Trajectories:
-        return Trajectories(self.run_dir)
+    def shown(self) -> OpenedRun:
+        return OpenedRun(self.run_dir, Requests())

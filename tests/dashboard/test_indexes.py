@@ -187,6 +187,43 @@ def test_the_last_minute_of_a_large_timeline_is_known_before_all_of_it_is_read(
     again.close()
 
 
+DECISIONS = st.tuples(
+    st.sampled_from(["filter", "retry", "staleness", "dispatch"]), st.integers(0, 5), st.integers(0, 3)
+)
+
+
+@given(st.lists(DECISIONS, max_size=60), st.integers(200, 2000), st.integers(0, 60))
+def test_reasons_of_groups_are_those_of_the_file_however_it_is_read(
+    tmp_path_factory: pytest.TempPathFactory, decisions: list[tuple[str, int, int]], block_bytes: int, asked_at: int
+) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    (run_dir / "timeline.jsonl").touch()
+    reasons = ("kept", "all rewards are 1", "Too Old", "failed")
+    expected: dict[int, tuple[str | None, int]] = {}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(timeline_index, "BLOCK_BYTES", block_bytes)
+        index = TimelineIndex(run_dir)
+        for place, (decider, group, number) in enumerate(decisions):
+            write_lines(run_dir / "timeline.jsonl", [decision(decider, BEGUN, reasons[number], group=group)])
+            if place == asked_at:
+                read_all(index)
+                index.drops.of_group(group)  # from here on, the table follows the file
+            if decider != "dispatch" and number:
+                num_failed = expected.get(group, (None, 0))[1] + (decider == "retry")
+                expected[group] = (reasons[number], num_failed)
+        check_reasons(index, expected)
+        check_reasons(TimelineIndex(run_dir), expected)
+
+
+def check_reasons(index: TimelineIndex, expected: dict[int, tuple[str | None, int]]) -> None:
+    """Check what an index says about groups 0 to 5 once it has read all, and close it."""
+    read_all(index)
+    found = {group: index.drops.of_group(group) for group in range(6)}
+    assert {group: (each.reason, each.num_failed) for group, each in found.items() if each.reason} == expected
+    assert index.drops.with_reason("too") == {group for group, (why, _) in expected.items() if why == "Too Old"}
+    index.close()
+
+
 @pytest.mark.parametrize("unread", [True, False])
 def test_pages_of_decisions_cross_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unread: bool) -> None:
     for name, value in (("PIECE_BYTES", 2048), ("BLOCK_BYTES", 4096)):

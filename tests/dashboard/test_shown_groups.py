@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_with_groups import MARKUP, ShownRun
 
-from penstock.dashboard.groups import BadQuery, Drops, UnknownGroup
-from penstock.dashboard.trajectory_pages import Trajectories
+from penstock.dashboard.groups import BadQuery, UnknownGroup
+from penstock.dashboard.opened_run import OpenedRun, Requests
 from penstock.types import EpisodeState
 
 
-def numbers(shown: Trajectories, **query: Any) -> list[int]:
+def numbers(shown: OpenedRun, **query: Any) -> list[int]:
     return [row["group"] for row in shown.groups.page(**query)["groups"]]
 
 
 @pytest.fixture
-def shown(tmp_path: Path) -> Trajectories:
+def shown(tmp_path: Path) -> OpenedRun:
     with ShownRun(tmp_path / "run") as run:
         run.play(0, [0.0, 1.0])
         run.end(0, EpisodeState.TRAINED, trained_in=1)
@@ -38,7 +38,7 @@ def shown(tmp_path: Path) -> Trajectories:
         return run.shown()
 
 
-def test_the_table_of_groups(shown: Trajectories) -> None:
+def test_the_table_of_groups(shown: OpenedRun) -> None:
     page = shown.groups.page()
     assert [(row["group"], row["status"]) for row in page["groups"]] == [
         (4, "pending"),
@@ -59,7 +59,7 @@ def test_the_table_of_groups(shown: Trajectories) -> None:
     assert failed["reason"] == f"given up after 2 attempts: RuntimeError: {MARKUP}"
 
 
-def test_orders_filters_and_pages(shown: Trajectories) -> None:
+def test_orders_filters_and_pages(shown: OpenedRun) -> None:
     assert numbers(shown, sort="oldest") == [0, 1, 2, 3, 4]
     assert numbers(shown, sort="best") == [2, 1, 0] and numbers(shown, sort="worst") == [2, 0, 1]
     assert numbers(shown, sort="spread") == [2, 0, 1]
@@ -81,7 +81,7 @@ def test_one_member_decides_whether_a_group_is_among_the_best_or_worst(tmp_path:
     assert numbers(shown, sort="best") == [1, 2, 3, 0] and numbers(shown, sort="worst") == [1, 2, 0, 3]
 
 
-def test_a_group_and_its_members(shown: Trajectories) -> None:
+def test_a_group_and_its_members(shown: OpenedRun) -> None:
     found = shown.groups.group(2)
     assert [(each["episode"], each["reward"], each["num_turns"]) for each in found["members"]] == [
         (0, -1.0, 2),
@@ -151,12 +151,12 @@ def test_a_damaged_index_leaves_the_kept_samples(tmp_path: Path) -> None:
     page = shown.groups.page()
     assert [(row["group"], row["status"], row["rewards"]) for row in page["groups"]] == [(7, "collected", [0.0, 1.0])]
     assert "cannot be read" in page["warnings"][0]
-    assert shown.episode(7, 1)["messages"][1]["content"] == "ab"
+    assert shown.trajectories.episode(7, 1)["messages"][1]["content"] == "ab"
 
 
 def test_a_run_without_groups(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    page = Trajectories(tmp_path / "run").groups.page()
+    page = OpenedRun(tmp_path / "run", Requests()).groups.page()
     assert (page["groups"], page["total"]) == ([], 0) and "no pool/index" in page["warnings"][0]
 
 
@@ -166,19 +166,29 @@ def test_damaged_decisions_are_left_out(tmp_path: Path) -> None:
     path.write_bytes(
         b'\xff\xfe{"kind"\n' + b'{"kind": "decision", "decider": "filter", "group": "x"}\n' + good.encode()
     )
-    drops = Drops(path)
-    assert drops.follow() == 1.0 and drops.of_group(5).reason == "all rewards are 1"
+    run = OpenedRun(tmp_path, Requests())
+
+    def reason_of(group: int) -> str | None:
+        run.catch_up(run.timeline)
+        return run.timeline.drops.of_group(group).reason
+
+    assert reason_of(5) == "all rewards are 1" and run.timeline.indexed == 1
     with path.open("a") as file:
         file.write(good.replace("5", "6").rstrip("\n"))
-    drops.follow()
-    assert drops.of_group(6).reason is None, "the last line is not complete"
+    assert reason_of(6) is None, "the last line is not complete"
     with path.open("a") as file:
         file.write("\n")
-    drops.follow()
-    assert drops.of_group(6).reason == "all rewards are 1"
+    assert reason_of(6) == "all rewards are 1"
     path.write_text(good.replace("5", "8"))
-    drops.follow()
-    assert (drops.of_group(8).reason, drops.of_group(5).reason) == ("all rewards are 1", None)
+    assert (reason_of(8), reason_of(5)) == ("all rewards are 1", None)
+    run.close()
+
+
+def test_groups_need_no_timeline(tmp_path: Path) -> None:
+    with ShownRun(tmp_path / "run") as run:
+        run.play(0)
+    (run.run_dir / "timeline.jsonl").mkdir()
+    assert numbers(run.shown()) == [0]
 
 
 @given(st.lists(st.sampled_from(["admit", "trained", "filtered"]), min_size=1, max_size=12), st.data())

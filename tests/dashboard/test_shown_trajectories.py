@@ -28,7 +28,7 @@ def test_a_trajectory_of_the_pool(tmp_path: Path) -> None:
     with ShownRun(tmp_path / "run", scheduler={"max_staleness": 1}) as run:
         run.play(5)
         run.end(5, EpisodeState.TRAINED, trained_in=6)
-    found = run.shown().episode(5, 1)
+    found = run.shown().trajectories.episode(5, 1)
     assert [(each["role"], each["content"], each["turn"]) for each in found["messages"]] == [
         ("user", "say 5", 0),
         ("assistant", "ab", 0),
@@ -53,9 +53,9 @@ def test_kept_tokens_show_the_same_as_the_pool(tmp_path: Path, formulation: Form
         run.play(5, formulation=formulation)
         run.end(5, EpisodeState.TRAINED, trained_in=5)
         run.keep(5, 5)
-    before = run.shown().episode(5, 0)
+    before = run.shown().trajectories.episode(5, 0)
     run.delete_tokens()
-    after = run.shown().episode(5, 0)
+    after = run.shown().trajectories.episode(5, 0)
     for name in ("messages", "turns", "branches", "tokens", "warnings"):
         assert after[name] == before[name], name
     assert after["tokens"] is not None
@@ -68,7 +68,7 @@ def test_a_sample_of_an_older_run_has_its_messages(tmp_path: Path) -> None:
         run.play(5)
         run.keep(5, 5, tokens=False)
     run.delete_tokens()
-    found = run.shown().episode(5, 1)
+    found = run.shown().trajectories.episode(5, 1)
     assert [each["content"] for each in found["messages"]] == ["say 5", "ab", "more", "cd"]
     assert (found["tokens"], found["branches"], found["warnings"]) == (None, [[0, 1]], [])
     (member, _) = run.shown().groups.group(5)["members"]
@@ -79,7 +79,7 @@ def test_deleted_tokens_without_a_sample_are_said_to_be_gone(tmp_path: Path) -> 
     with ShownRun(tmp_path / "run") as run:
         run.play(5)
     run.delete_tokens()
-    found = run.shown().episode(5, 0)
+    found = run.shown().trajectories.episode(5, 0)
     assert (found["turns"], found["tokens"]) == ([], None) and "the text is gone" in found["warnings"][0]
 
 
@@ -93,7 +93,7 @@ def test_branches_are_a_tree(tmp_path: Path, kept: bool) -> None:
         run.keep(5, 1, tokens=not kept)
     if kept:
         run.delete_tokens()
-    found = run.shown().episode(5, 0)
+    found = run.shown().trajectories.episode(5, 0)
     assert [each["parent"] for each in found["turns"]] == [ROOT, 0, 0, ROOT]
     assert [each["messages"][-1]["content"] for each in found["turns"]] == ["ab", "cd", "ef", "gh"]
     assert found["branches"] == [[0, 1], [0, 2], [3]]
@@ -106,10 +106,10 @@ def test_calls_of_tools_and_their_answers(tmp_path: Path) -> None:
         run.play(5, turns=[turn("abc?", call, first=True), turn("xyz", "xyz", role="tool")])
         run.play(6, turns=[turn("abc?", call.removesuffix("</tool_call>"), first=True)])
     shown = run.shown()
-    _, said_, heard, _ = shown.episode(5, 0)["messages"]
+    _, said_, heard, _ = shown.trajectories.episode(5, 0)["messages"]
     assert said_["tool_calls"] == [{"name": "look", "arguments": '{"key": "abc"}'}] and said_["content"] == ""
     assert (heard["role"], heard["content"]) == ("tool", "xyz")
-    unread = shown.episode(6, 0)["messages"][1]
+    unread = shown.trajectories.episode(6, 0)["messages"][1]
     assert unread["tool_calls"] == [] and "does not end" in unread["fault"]
 
 
@@ -120,7 +120,7 @@ def test_markup_of_a_run_stays_text(tmp_path: Path) -> None:
         run.play(5, turns=[turn(MARKUP + spelled, MARKUP, first=True)], task_id=MARKUP, error=MARKUP)
         run.keep(5, 1)
     for _ in range(2):
-        found = run.shown().episode(5, 0)
+        found = run.shown().trajectories.episode(5, 0)
         assert [each["content"] for each in found["messages"]] == [MARKUP + spelled, MARKUP]
         assert (found["row"]["task_id"], found["row"]["error"]) == (MARKUP, MARKUP)
         (strip,) = found["tokens"]
@@ -132,7 +132,7 @@ def test_what_is_not_trained_of_an_action(tmp_path: Path) -> None:
     with ShownRun(tmp_path / "run") as run:
         whole = turn("say", "abc", first=True)
         run.play(5, turns=[replace(whole, trained=[True, False, True, False])])
-    (strip,) = run.shown().episode(5, 0)["tokens"]
+    (strip,) = run.shown().trajectories.episode(5, 0)["tokens"]
     assert strip["trained"] == [[0, 1], [2, 3]] and "".join(strip["texts"]) == "abc<|end|>"
 
 
@@ -151,7 +151,7 @@ def test_a_policy_without_tokens_has_messages_only(tmp_path: Path) -> None:
     with ShownRun(tmp_path / "run", **settings) as run:
         turns = [Turn(observation_ids=prompt, segments=[answer]), Turn(observation_ids=later, segments=[answer])]
         run.play(5, turns=turns)
-    found = run.shown().episode(5, 0)
+    found = run.shown().trajectories.episode(5, 0)
     assert [(each["role"], each["content"]) for each in found["messages"]] == [
         ("system", "be brief"),
         ("user", MARKUP),
@@ -167,10 +167,10 @@ def test_unknown_groups_and_episodes(tmp_path: Path) -> None:
         run.play(5)
         run.admit(6)
     with pytest.raises(UnknownGroup):
-        run.shown().episode(9, 0)
+        run.shown().trajectories.episode(9, 0)
     for group, episode in ((5, 2), (6, 0)):
         with pytest.raises(UnknownEpisode, match=f"no episode {episode}"):
-            run.shown().episode(group, episode)
+            run.shown().trajectories.episode(group, episode)
 
 
 def test_a_damaged_record_falls_back_to_the_kept_sample(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_damaged_record_falls_back_to_the_kept_sample(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 255
     path.write_bytes(data)
-    found = run.shown().episode(5, 0)
+    found = run.shown().trajectories.episode(5, 0)
     assert "is damaged" in found["warnings"][0] and found["tokens"] is not None
 
 
@@ -199,7 +199,7 @@ def test_what_cannot_be_decoded_is_shown_from_the_sample(tmp_path: Path, damage:
         run.play(5)
         run.keep(5, 1)
     damage(run.run_dir)
-    found = run.shown().episode(5, 1)
+    found = run.shown().trajectories.episode(5, 1)
     assert [each["content"] for each in found["messages"]] == ["say 5", "ab", "more", "cd"]
     assert found["tokens"] is None and "cannot be shown as text" in found["warnings"][0]
 
@@ -232,7 +232,7 @@ def test_damaged_columns_of_a_sample(tmp_path: Path, column: str, value: Any) ->
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"group": 5, "epis')
     shown = run.shown()
     for episode in (0, 1):
-        msgspec.json.encode(shown.episode(5, episode))
+        msgspec.json.encode(shown.trajectories.episode(5, episode))
     assert len(shown.groups.group(5)["members"]) == 2
     (run.run_dir / "pool" / "index" / "data.mdb").unlink()
     msgspec.json.encode(run.shown().groups.page())
@@ -244,5 +244,5 @@ def test_advantages_of_turns(tmp_path: Path) -> None:
     with ShownRun(tmp_path / "run", **settings) as run:
         run.play(5, [0.0, 1.0])
     shown = run.shown()
-    values = [[strip["advantage"] for strip in shown.episode(5, member)["tokens"]] for member in (0, 1)]
+    values = [[strip["advantage"] for strip in shown.trajectories.episode(5, member)["tokens"]] for member in (0, 1)]
     assert np.allclose(values, [[-0.5, -0.5], [0.5, 0.5]])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_training_run import RECIPE, SHORT, had_their_groups, leftovers, lines, only_run, train
 
-from penstock.dashboard.trajectory_pages import Trajectories
+from penstock.dashboard.opened_run import OpenedRun, Requests
 
 pytestmark = pytest.mark.integration
 
@@ -71,13 +71,14 @@ def test_its_groups_and_tokens_are_shown_from_pool_and_samples(trained: Path, tm
     samples = sorted((trained / "trajectories").glob("step_*.jsonl"))
     rows = [row for file in samples for row in lines(file)]
     assert rows and all(row["training_samples"] for row in rows)
-    shown = Trajectories(trained)
+    shown = OpenedRun(trained, Requests()).trajectories
     counts = shown.groups.page()["counts"]
     assert counts["trained"] > 0 and sum(counts.values()) == shown.groups.page()["total"]
     copy = tmp_path / trained.name
     shutil.copytree(trained, copy, ignore=shutil.ignore_patterns("*.seg", "checkpoints"))
+    without_pool = OpenedRun(copy, Requests()).trajectories
     for row in rows:
-        found, kept = (Trajectories(each).episode(row["group"], row["episode"]) for each in (trained, copy))
+        found, kept = (each.episode(row["group"], row["episode"]) for each in (shown, without_pool))
         assert found["tokens"] and found["tokens"] == kept["tokens"] and found["turns"] == kept["turns"]
         assert sum(len(strip["texts"]) for strip in found["tokens"]) == row["response_tokens"]
 

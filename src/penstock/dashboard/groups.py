@@ -7,24 +7,21 @@ index when they are shown. If the index cannot be read, the groups are those of 
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
-from time import monotonic
 from typing import Any, Literal, get_args
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from penstock.alarms import HopelessError
 from penstock.config import ConfigError
-from penstock.dashboard.growing_file import GrowingFile, Lines
 from penstock.dashboard.kept_samples import KeptSamples
+from penstock.dashboard.timeline_index import TimelineIndex
 from penstock.ports.group_records import GroupRecord
 from penstock.store.index import GroupOutline, PoolIndex, open_index
 from penstock.types import NO_VERSION, EpisodeState, EpisodeSummary
@@ -43,22 +40,6 @@ FINAL = frozenset(STATUSES) - {"pending", "ready"}
 TOO_OLD = "every token is older than scheduler.max_staleness"
 MAX_ROWS = 500
 """Most rows of one page."""
-CHUNK_BYTES = 1 << 20
-"""Bytes of timeline.jsonl that are searched at once."""
-AT_ONCE_S = 0.1
-"""Seconds in which a request reads more of timeline.jsonl. A thread reads the rest."""
-MAX_REASON = 300
-"""Most characters of a reason in the table."""
-DROPPING = re.compile(rb'^\{"kind": "decision", "decider": "(?:filter|retry|staleness)", [^\n]*$', re.MULTILINE)
-"""Lines of decisions by which groups are dropped, or played again."""
-
-
-class _DropLine(msgspec.Struct, frozen=True, gc=False):
-    """What `Drops` needs of a decision."""
-
-    decider: str
-    group: int
-    reason: str
 
 
 class UnknownGroup(LookupError):
@@ -98,15 +79,15 @@ objects may show one run."""
 class Groups:
     """The groups of one run. Its methods may be called from any thread."""
 
-    def __init__(self, run_dir: Path, samples: KeptSamples) -> None:
-        self._run_dir, self._samples = run_dir, samples
+    def __init__(self, run_dir: Path, samples: KeptSamples, timeline: TimelineIndex) -> None:
+        """`timeline`: knows why groups were dropped, as far as it was read."""
+        self._run_dir, self._samples, self._timeline = run_dir, samples, timeline
         self._columns = _Columns()
         self._tag_numbers: dict[str, int] = {}
         self._revision = -1
         self._index_file: tuple[int, int] | None = None
         """Device and inode of the index that was read."""
         self._history = VersionHistory()
-        self._drops = Drops(run_dir / "timeline.jsonl")
         self._unreadable: str | None = None
         """Why the index cannot be read."""
 
@@ -135,7 +116,7 @@ class Groups:
             raise BadQuery(f"status {status!r}: there are {', '.join(STATUSES)}")
         if offset < 0 or not 0 < limit <= MAX_ROWS:
             raise BadQuery(f"offset {offset}, limit {limit}: offsets begin at 0, limits are 1 to {MAX_ROWS}")
-        indexed = self._drops.follow()
+        indexed = self._timeline.indexed
         with _reading:
             records = self._refresh_and_read(
                 lambda: self._chosen(sort, text.strip().lower(), status, tag), offset, limit
@@ -191,7 +172,6 @@ class Groups:
     def group(self, group: int) -> dict[str, Any]:
         """Return a group's row and its members. Raises `UnknownGroup`."""
         record = self.record(group)
-        self._drops.follow()
         in_pool, kept = self._has_pool_file(record), self._samples.members().get(group, {})
         members = []
         for each in record.episodes:
@@ -210,7 +190,7 @@ class Groups:
         rewards = [each.reward for each in record.episodes]
         versions = [v for each in record.episodes for v in (each.version_min, each.version_max) if v != NO_VERSION]
         status = _status(record.state)
-        drop, in_pool = self._drops.of_group(record.group), self._has_pool_file(record)
+        drop, in_pool = self._timeline.drops.of_group(record.group), self._has_pool_file(record)
         reason = drop.reason if status in ("filtered", "failed", "discarded", "pending") else None
         if reason is None and record.state == EpisodeState.DISCARDED_STALE:
             reason = TOO_OLD
@@ -269,7 +249,7 @@ class Groups:
     def _matching(self, text: str, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Return which groups have the text in their task id or reason, or are the group with this number."""
         columns, found = self._columns, np.zeros(len(chosen), dtype=np.bool_)
-        dropped = self._drops.with_reason(text)
+        dropped = self._timeline.drops.with_reason(text)
         number = int(text) if text.isdecimal() and len(text) < 19 else None
         for place in np.flatnonzero(chosen).tolist():
             group = int(columns.numbers[place])
@@ -325,73 +305,6 @@ class Groups:
             known = getattr(columns, name)
             setattr(columns, name, np.concatenate([known, np.asarray(values, dtype=known.dtype)]))
         columns.task_ids += task_ids
-
-
-@dataclass(slots=True)
-class Drop:
-    """Why a group was dropped, and how many of its attempts failed."""
-
-    reason: str | None = None
-    num_failed: int = 0
-
-
-NOT_DROPPED = Drop()
-
-
-class Drops:
-    """The groups that were dropped or failed, by the decisions of timeline.jsonl. A new reader begins at the start of
-    the file; a thread reads what a request has no time for."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = GrowingFile(path)
-        self._lines = Lines(_DropLine)
-        self._offset = 0
-        self._drops: dict[int, Drop] = {}
-        self._reasons: dict[str, str] = {}
-        """Each reason once: many groups share one."""
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def of_group(self, group: int) -> Drop:
-        return self._drops.get(group, NOT_DROPPED)
-
-    def with_reason(self, text: str) -> set[int]:
-        """Return the groups with `text` in their reason, in lower case."""
-        matching = {reason for reason in list(self._reasons) if text in reason.lower()}
-        return {group for group, drop in list(self._drops.items()) if drop.reason in matching} if matching else set()
-
-    def follow(self) -> float:
-        """Read new lines, and return which share of the file was read."""
-        share = self._read(AT_ONCE_S)
-        if share < 1 and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._read_all, name="decisions", daemon=True)
-            self._thread.start()
-        return share
-
-    def _read_all(self) -> None:
-        while self._read(AT_ONCE_S) < 1:
-            pass
-
-    def _read(self, seconds: float) -> float:
-        """Read lines for a limited time. Return which share of the file was read."""
-        until = monotonic() + seconds
-        with self._lock, suppress(OSError):
-            if self._file.is_replaced(self._offset):
-                self._offset, self._drops, self._reasons = 0, {}, {}
-            while data := self._file.whole_lines(self._offset, CHUNK_BYTES):
-                self._search(data)
-                self._offset += len(data)
-                if monotonic() >= until and (size := self._file.size) > self._offset + CHUNK_BYTES:
-                    return self._offset / size
-        return 1.0
-
-    def _search(self, data: bytes) -> None:
-        for found in DROPPING.finditer(data):
-            if b'"reason": "kept"' in found[0] or (line := self._lines.one(found[0])) is None:
-                continue
-            before, reason = self._drops.get(line.group, NOT_DROPPED), line.reason[:MAX_REASON]
-            reason = self._reasons.setdefault(reason, reason)
-            self._drops[line.group] = Drop(reason, before.num_failed + (line.decider == "retry"))
 
 
 def step_of(record: GroupRecord, history: VersionHistory) -> int | None:

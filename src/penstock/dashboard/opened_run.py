@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.dashboard.balance import balance, bound
 from penstock.dashboard.decision_pages import Filter, Page, page
+from penstock.dashboard.groups import Groups
 from penstock.dashboard.metrics_index import MetricsIndex
 from penstock.dashboard.run_events import RunEvents
 from penstock.dashboard.series import RATE, Curves, curves, needed, step_at
@@ -74,7 +75,7 @@ class OpenedRun:
         self.metrics = MetricsIndex(run_dir)
         self.timeline = TimelineIndex(run_dir)
         self.events = RunEvents(run_dir)
-        self.trajectories = Trajectories(run_dir)
+        self.trajectories = Trajectories(run_dir, self.timeline)
         self.num_viewers = 0
         """Viewers of the live stream. A run with some stays open."""
         self._status_reader = StatusReader(run_dir)
@@ -164,6 +165,13 @@ class OpenedRun:
             "marks": self.events.marks(begin, end),
             **partly(self.timeline.indexed),
         }
+
+    @property
+    def groups(self) -> Groups:
+        """Return the groups, which have reasons as far as timeline.jsonl can be read and is read."""
+        with suppress(OSError):
+            self.catch_up(self.timeline)
+        return self.trajectories.groups
 
     def decisions(self, wanted: Filter, *, before: int | None, limit: int) -> Page:
         """Return a page of decisions, the newest first."""

@@ -1,4 +1,5 @@
-"""What timeline.jsonl holds, without its text: the spans as columns, and which deciders a range of lines has.
+"""What timeline.jsonl holds, without its text: the spans as columns, which deciders a range of lines has, and why
+groups were dropped.
 
 Complete blocks of about a mebibyte of text are kept in a file (`block_file.py`), the newer lines in memory. While an
 old run is read for the first time, the end of its file is read apart, so that its last minutes are visible at once.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.dashboard.block_file import Block, BlockFile
+from penstock.dashboard.drops import DECIDERS, KEPT, MAX_REASON, MOST_GROUPS, DropLine, Drops
 from penstock.dashboard.growing_file import GrowingFile, Lines
 
 Floats = npt.NDArray[np.float64]
@@ -32,8 +35,12 @@ LAST_BYTES = 4 << 20
 """Bytes at the end of a file that are read apart, while it is not read up to there."""
 NO_VERSION = -1
 MOST_LANES = 65_535
+SPAN_BYTES = 26
+"""Bytes of a span in the columns of a block."""
 LATEST_S = 1e11
 """Times after this are damaged."""
+
+_drops_decoder = msgspec.msgpack.Decoder(list[DropLine])
 
 
 class TimelineLine(msgspec.Struct):
@@ -47,11 +54,12 @@ class TimelineLine(msgspec.Struct):
     decider: str = ""
     time: float = np.nan
     group: Any = None
+    reason: Any = None
 
 
 class BlockOfLines(msgspec.Struct):
     """The header of a block. Its columns: starts and ends of the spans (float64), their policy versions (int64), and
-    the places of their lanes (uint16)."""
+    the places of their lanes (uint16); then the decisions by which groups were dropped (msgpack)."""
 
     begin: int
     end: int
@@ -68,6 +76,7 @@ class BlockOfLines(msgspec.Struct):
     highest_group: int
     """Groups of the decisions; the lowest is above the highest if there are none."""
     num_damaged: int
+    num_drop_bytes: int
 
 
 @dataclass(slots=True)
@@ -98,6 +107,7 @@ class Gathered:
     lowest_group: int = 1 << 62
     highest_group: int = -1
     num_damaged: int = 0
+    drops: list[DropLine] = field(default_factory=list)
 
     def add(self, records: Sequence[TimelineLine]) -> None:
         """Take decoded lines."""
@@ -119,6 +129,10 @@ class Gathered:
         if type(record.group) is int:
             self.lowest_group = min(self.lowest_group, record.group)
             self.highest_group = max(self.highest_group, record.group)
+            if record.decider in DECIDERS and record.reason != KEPT and isinstance(record.reason, str):
+                is_failure = record.decider == "retry"
+                if abs(record.group) < MOST_GROUPS:
+                    self.drops.append((record.group, record.reason[:MAX_REASON], is_failure))
 
     def spans(self) -> Spans:
         """Return the spans as columns."""
@@ -130,7 +144,7 @@ class Gathered:
             lanes=list(self.lanes)[:MOST_LANES],
         )
 
-    def header(self) -> BlockOfLines:
+    def header(self, *, num_drop_bytes: int = 0) -> BlockOfLines:
         """Return the header of the block of these lines."""
         return BlockOfLines(
             begin=self.begin,
@@ -143,6 +157,7 @@ class Gathered:
             lowest_group=min(self.lowest_group, (1 << 63) - 1),
             highest_group=min(self.highest_group, (1 << 63) - 1),
             num_damaged=self.num_damaged,
+            num_drop_bytes=num_drop_bytes,
         )
 
 
@@ -164,6 +179,8 @@ class TimelineIndex:
         self._newest = Gathered(begin=end, end=end)
         self._apart: Gathered | None = None
         """Lines at the end of the file, while it is not read up to there."""
+        self._drops: Drops | None = None
+        """What is read of the groups that were dropped; None before it is asked for."""
 
     def _start_again(self) -> None:
         self._blocks.clear()
@@ -195,7 +212,10 @@ class TimelineIndex:
             data = self.file.whole_lines(self._newest.end, PIECE_BYTES)
             if not data:
                 return False
+            num_drops = len(self._newest.drops)
             self._gather(self._newest, data)
+            if self._drops is not None:
+                self._drops.add(self._newest.drops[num_drops:])
             if self._newest.end - self._newest.begin >= BLOCK_BYTES:
                 self._write_block()
             return True
@@ -207,9 +227,9 @@ class TimelineIndex:
         gathered.end += len(data)
 
     def _write_block(self) -> None:
-        newest, spans = self._newest, self._newest.spans()
-        columns = (spans.start, spans.end, spans.policy_version, spans.lane)
-        self._blocks.append(newest.header(), b"".join(column.tobytes() for column in columns))
+        newest, spans, drops = self._newest, self._newest.spans(), msgspec.msgpack.encode(self._newest.drops)
+        columns = [each.tobytes() for each in (spans.start, spans.end, spans.policy_version, spans.lane)]
+        self._blocks.append(newest.header(num_drop_bytes=len(drops)), b"".join([*columns, drops]))
         self._newest = Gathered(begin=newest.end, end=newest.end)
 
     def spans(self, begin: float, end: float) -> Iterator[Spans]:
@@ -249,6 +269,17 @@ class TimelineIndex:
                 counts.update(gathered.deciders)
         return dict(counts)
 
+    @property
+    def drops(self) -> Drops:
+        """Return why groups were dropped, as far as the file is read without a gap."""
+        with self._lock:
+            if self._drops is None:
+                self._drops = Drops()
+                for block in self._blocks.blocks:
+                    self._drops.add(self._drops_of(block))
+                self._drops.add(self._newest.drops)
+            return self._drops
+
     def may_have(self, *, decider: str | None, group: int | None) -> list[tuple[int, int, bool]]:
         """Return the ranges of bytes that are indexed, in order, each with whether it may have a decision of a decider
         about a group."""
@@ -284,7 +315,7 @@ class TimelineIndex:
 
     def _spans_of(self, block: Block[BlockOfLines]) -> Spans:
         num_spans = block.header.num_spans
-        data = self._blocks.read(block, 0, num_spans * 26)
+        data = self._blocks.read(block, 0, num_spans * SPAN_BYTES)
         return Spans(
             start=np.frombuffer(data, np.float64, num_spans),
             end=np.frombuffer(data, np.float64, num_spans, num_spans * 8),
@@ -292,3 +323,9 @@ class TimelineIndex:
             lane=np.frombuffer(data, np.uint16, num_spans, num_spans * 24),
             lanes=[(process, kind) for process, kind in block.header.lanes],
         )
+
+    def _drops_of(self, block: Block[BlockOfLines]) -> list[DropLine]:
+        header = block.header
+        with suppress(OSError, msgspec.MsgspecError):  # a damaged index says less
+            return _drops_decoder.decode(self._blocks.read(block, header.num_spans * SPAN_BYTES, header.num_drop_bytes))
+        return []

@@ -22,6 +22,7 @@ from penstock.config.trajectory_dump import KEPT_TOKENS
 from penstock.dashboard.groups import Groups, step_of, version_or_none
 from penstock.dashboard.heard import Message, messages_in
 from penstock.dashboard.kept_samples import KeptSamples, Row
+from penstock.dashboard.timeline_index import TimelineIndex
 from penstock.dashboard.token_texts import token_texts
 from penstock.model.chat import ChatTokenizer
 from penstock.model.files import ModelError
@@ -52,10 +53,10 @@ class UnknownEpisode(LookupError):
 class Trajectories:
     """The trajectories of one run. Its methods may be called from any thread."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, timeline: TimelineIndex) -> None:
         self._run_dir = run_dir
         self.samples = KeptSamples(run_dir)
-        self.groups = Groups(run_dir, self.samples)
+        self.groups = Groups(run_dir, self.samples, timeline)
 
     @cached_property
     def config(self) -> Config:

@@ -237,9 +237,7 @@ class Dashboard:
         limit = whole(given.get("limit"), "limit", 50, most=MAX_ROWS)
         chosen = {name: given.get(name) or "" for name in ("text", "status", "tag")}
         try:
-            page = run.trajectories.groups.page(
-                sort=given.get("sort") or "newest", offset=offset, limit=limit, **chosen
-            )
+            page = run.groups.page(sort=given.get("sort") or "newest", offset=offset, limit=limit, **chosen)
         except BadQuery as problem:
             raise HTTPException(400, str(problem)) from None
         return JsonResponse(page)
@@ -249,7 +247,7 @@ class Dashboard:
         asks `/decisions` for those before them; null if these are all."""
         run, number = self.open(request), number_in_path(request, "group")
         try:
-            found = run.trajectories.groups.group(number)
+            found = run.groups.group(number)
         except UnknownGroup as problem:
             raise HTTPException(404, str(problem)) from None
         page = run.decisions(Filter(group=number), before=None, limit=MOST_DECISIONS)
