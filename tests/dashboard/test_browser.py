@@ -260,6 +260,34 @@ def test_many_tabs_of_an_ended_run_leave_room_for_more(open_page: Callable[..., 
         page.wait_for_selector(SHOWN)
 
 
+def test_the_tabs_of_a_browser_share_the_stream_of_a_live_run(
+    open_page: Callable[..., Page], url: str, live: WrittenRun
+) -> None:
+    first = open_page(f"{url}#/live/overview")
+    first.wait_for_selector(".line[data-state=live]")
+    streams: list[str] = []
+    first.context.on("request", lambda request: streams.append(request.url) if is_stream(request.url) else None)
+    others = [first.context.new_page() for _ in range(7)]  # a browser has six connections for all tabs of one server
+    for page in others:
+        page.goto(f"{url}#/live/overview")
+        page.wait_for_selector(".line[data-state=live]")
+        page.wait_for_selector(SHOWN)
+    live.take_step(time.time())
+    for page in (first, *others):
+        page.wait_for_selector(f"header :text('step {live.step} of')")
+    assert not streams, "only the first page has a stream"
+    with first.context.expect_event("request", lambda request: is_stream(request.url)):
+        first.goto("about:blank")  # another page takes over
+    live.take_step(time.time())
+    for page in others:
+        page.wait_for_selector(f"header :text('step {live.step} of')")
+    assert len(streams) == 1
+
+
+def is_stream(url: str) -> bool:
+    return url.endswith("/runs/live/live")
+
+
 def test_a_hidden_page_holds_no_stream(open_page: Callable[..., Page], url: str, live: WrittenRun) -> None:
     page = open_page(f"{url}#/live/overview")
     page.wait_for_selector(".line[data-state=live]")
@@ -267,7 +295,7 @@ def test_a_hidden_page_holds_no_stream(open_page: Callable[..., Page], url: str,
         Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});
         document.dispatchEvent(new Event('visibilitychange'));
     }"""
-    with page.expect_event("requestfailed", lambda request: request.url.endswith("/runs/live/live")):
+    with page.expect_event("requestfailed", lambda request: is_stream(request.url)):
         page.evaluate(turn_visibility, True)
     live.take_step(time.time())
     page.evaluate(turn_visibility, False)
