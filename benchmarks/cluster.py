@@ -74,8 +74,12 @@ def configured(num_ranks: int, strategy: str) -> Config:
 def train(num_ranks: int, strategy: str, batch: Batch, steps: int, directory: Path) -> Trained:
     config = configured(num_ranks, strategy)
     prepare(config, directory)
-    places = {"model_dir": model_dir(config, directory), "weights_dir": directory / "weights"}
-    roles = trainer_roles(config, lambda together, numbers: SpawnedBackend(together, len(numbers)), **places)
+    roles = trainer_roles(
+        config,
+        lambda together, numbers: SpawnedBackend(together, len(numbers)),
+        model_dir=model_dir(config, directory),
+        weights_dir=directory / "weights",
+    )
     ranks = ActorCritic(roles, config.trainer)
     try:
         ranks.begin(0, directory / "beginning")

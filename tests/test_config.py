@@ -337,7 +337,10 @@ def test_aliases_stand_for_what_they_name(tmp_path: Path) -> None:
         ("{engine: penstock, urls: ['http://a:1']}", False, False),
         ("{engine: vllm}", False, False),
         ("{engine: vllm, urls: ['http://a:1']}", False, True),
+        ("{engine: vllm, direct_weights: true}", True, False),
+        ("{engine: vllm, direct_weights: true, urls: ['http://a:1']}", True, False),
         ("{engine: sglang}", True, False),
+        ("{engine: sglang, direct_weights: true, update_mode: drain}", False, False),
         ("{engine: sglang, urls: ['http://a:1']}", True, False),
         ("{engine: sglang, update_mode: drain}", False, False),
         ("{engine: sglang, update_mode: drain, urls: ['http://a:1']}", False, True),
@@ -348,3 +351,18 @@ def test_only_engines_that_the_run_has_not_started_need_a_shared_folder(
 ) -> None:
     config = default_config([f"rollout={rollout}"])
     assert (config.broadcasts_to_engines, config.shares_weights_folder) == (broadcasts, shares)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["rollout.engine=penstock"], "our own servers map the file"),
+        (["trainer.ranks=2"], "trainer.ranks is 2, so rollout.direct_weights must be false: no single rank has all"),
+        (["model.device=cpu"], "the weights are on no CUDA device"),
+        (["scheduler={mode: colocated, max_staleness: 0}"], "the weights have left the device by then"),
+        (["trainer.lora={rank: 4}", "model.path=/a"], "the engines read adapters from files"),
+    ],
+)
+def test_direct_weights_that_two_sides_cannot_share_are_refused(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        default_config(["rollout.engine=vllm", "rollout.direct_weights=true", *words])

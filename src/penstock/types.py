@@ -213,9 +213,14 @@ class GroupRef(msgspec.Struct, frozen=True, kw_only=True):
     """Members with tokens fresh enough to train. Other members only count in the mean reward of the group."""
 
 
-WeightsTransport = Literal["shared_memory", "collective", "file"]
+WeightsTransport = Literal["shared_memory", "collective", "device_memory", "file"]
 """How weights come to a server: it maps the file where the trainer wrote it, or where another server of its machine
-received it; a broadcast to one or several machines; a file that is read, by HTTP or from a shared folder."""
+received it; a broadcast to one or several machines; the memory of a device that it shares with the trainer; a file that
+is read, by HTTP or from a shared folder."""
+
+DirectWeights = Literal["nccl", "memory"]
+"""How a foreign engine gets weights from the trainer's device: by broadcasts, or by copies on a device that both
+share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

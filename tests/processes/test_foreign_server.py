@@ -20,6 +20,7 @@ from tiny_policy import serve
 from penstock.config import Config, default_config
 from penstock.processes import foreign_server
 from penstock.processes.foreign_server import EngineMetrics, ServerClaim, await_server
+from penstock.processes.visible import direct_way
 from penstock.rollout.app import ApiKeys
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.servers import Engine, connect
@@ -154,6 +155,31 @@ def test_an_engine_that_takes_turns_can_give_its_memory(
     given = foreign_server.command(child, config, tmp_path / "socket", None)
     assert [word for word in given if word in RELEASING] == ([expected] if in_turns and expected else [])
     assert given[-2:] == ["--own", "1"], "what the user says comes last and wins"
+
+
+@pytest.mark.parametrize(
+    ("engine", "devices", "way", "backend"),
+    [
+        ("vllm", "0", "memory", "ipc"),
+        ("vllm", "0,1", "nccl", "nccl"),
+        ("sglang", "0", "memory", None),
+        ("sglang", "0,1", None, None),
+    ],
+)
+def test_the_way_of_direct_weights_follows_from_the_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, devices: str, way: str | None, backend: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    (tmp_path / "config.json").write_text("{}")
+    model = f"model={{path: {tmp_path}, device: cuda}}"
+    config = default_config([f"rollout.engine={engine}", model, "rollout.direct_weights=true"])
+    child: Any = SimpleNamespace(run_dir=tmp_path, runtime_dir=tmp_path, name="rollout-0")
+    words = foreign_server.command(child, config, 8001, "key")
+    option = "--weight-transfer-config"
+    assert direct_way(config) == way
+    assert words[words.index(option) + 1 :][:1] == [f'{{"backend": "{backend}"}}'] if backend else option not in words
+    variables = foreign_server.environment(config, 0)
+    assert (variables.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == "1") is (backend == "ipc")
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from published import publish_next
@@ -24,7 +27,7 @@ from penstock.config import TinyModelConfig
 from penstock.deadline import Stalled
 from penstock.model.load_policy import load_policy
 from penstock.model.tiny import write_tiny_model
-from penstock.ports.training import SendingGroup, WeightsNotSent
+from penstock.ports.training import SendingGroup, SendingWay, WeightsNotSent
 from penstock.rollout import servers as servers_module
 from penstock.rollout.servers import Servers
 from penstock.rollout.session import HttpSession, RolloutError
@@ -69,13 +72,18 @@ class Trainer:
         self._paths[version] = Path(handle.path)
         return replace(handle, url=ELSEWHERE)
 
-    async def open_group(self, server: str, policy_version: int, *, world_size: int) -> SendingGroup:
-        path = self._paths[policy_version]
-        return await asyncio.to_thread(self.sender.open, server, path, world_size=world_size)
+    async def open_group(
+        self, server: str, policy_version: int, *, world_size: int, way: SendingWay = "rendezvous"
+    ) -> SendingGroup:
+        open_group, path = partial(self.sender.open, way=way), self._paths[policy_version]
+        return await asyncio.to_thread(open_group, server, path, policy_version, world_size=world_size)
 
     async def send_weights(self, group: str) -> None:
         self.on_send()
         await asyncio.wrap_future(self.sender.send(group))
+
+    async def lend_bucket(self, group: str, number: int) -> str:
+        return await asyncio.to_thread(self.sender.lend, group, number)
 
     async def close_group(self, group: str) -> None:
         await asyncio.to_thread(self.sender.close_group, group)
@@ -208,6 +216,11 @@ class Witness:
                 # A flush fails while requests wait, and a label moves with the bucket that carries it.
                 is_last = body["weight_version"] is not None
                 assert body["flush_cache"] == is_last
+            case "/update_weights_from_tensor":
+                assert self._is_paused and self._is_open == self._has_brackets
+                assert body.keys() == {"serialized_named_tensors", "load_format", "flush_cache", "weight_version"}
+                assert len(body["serialized_named_tensors"]) == 1 and body["load_format"] is None
+                assert body["flush_cache"] == (body["weight_version"] is not None)
             case "/end_weight_update":
                 assert self._is_open
 
@@ -271,6 +284,67 @@ async def test_the_calls_of_an_update_keep_the_rules(server: str, trainer: Train
         witness.calls.clear()
         await servers.update_weights(handle)
         assert witness.calls == [], "the server has these weights"
+    await servers.close()
+    await witness.close()
+
+
+@pytest.fixture
+def shared_by_name() -> Iterator[None]:
+    """Let tensors of a CPU, in the place of a device's memory, be found by name as in SGLang's trainers."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+def lent_segments() -> list[Path]:
+    return list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+
+
+@pytest.mark.usefixtures("shared_by_name")
+@pytest.mark.parametrize("has_brackets", [True, False])
+async def test_a_server_on_the_trainers_device_copies_its_memory(
+    server: str, trainer: Trainer, has_brackets: bool
+) -> None:
+    witness = await witness_of(server, has_brackets=has_brackets)
+    servers = Servers([witness.url], engine="sglang", direct_weights="memory", sender=trainer)
+    for version in (1, 2):
+        witness.calls.clear()
+        assert await servers.update_weights(replace(trainer.publish(version), url="")) == {"device_memory": 1}
+        witness.check_at_rest()
+        assert witness.calls.count("/update_weights_from_tensor") > 2
+        assert not any("group" in path or "distributed" in path for path in witness.calls)
+        assert await sampled_by(servers) == version
+    await servers.close()
+    await witness.close()
+    assert lent_segments() == []
+
+
+@pytest.mark.usefixtures("shared_by_name")
+async def test_memory_that_is_withdrawn_leaves_no_known_version_and_the_next_update_mends_it(
+    server: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "RECOVERY_S", 0.0)
+    witness = await witness_of(server)
+    servers = Servers([witness.url], engine="sglang", direct_weights="memory", sender=trainer)
+    await servers.update_weights(replace(trainer.publish(1), url=""))
+
+    def withdraw(path: str) -> None:
+        if witness.calls.count("/update_weights_from_tensor") == 2:
+            trainer.sender.close()
+
+    witness.calls.clear()
+    witness.on_call = withdraw
+    with pytest.raises(RolloutError, match="there is no group"):
+        await servers.update_weights(replace(trainer.publish(2), url=""))
+    witness.on_call = lambda path: None
+    session = HttpSession()
+    with pytest.raises(RolloutError, match="the label 'unknown', which no trainer published"):
+        await SGLangClient(server, session).served_version()
+    await session.close()
+    assert await servers.update_weights(replace(trainer.publish(3), url="")) == {"device_memory": 1}
+    assert await sampled_by(servers) == 3
+    witness.check_at_rest()
     await servers.close()
     await witness.close()
 

@@ -56,9 +56,9 @@ def test_the_tensors_of_a_file_are_where_their_bytes_are(tmp_path: Path) -> None
 def test_a_file_that_is_gone_and_a_group_that_is_closed_are_named(tmp_path: Path) -> None:
     sender = Sender("127.0.0.1", device=torch.device("cpu"))
     with pytest.raises(WeightsNotSent, match=r"model\.safetensors cannot be sent"):
-        sender.open("http://server", tmp_path / "model.safetensors", world_size=2)
+        sender.open("http://server", tmp_path / "model.safetensors", 1, world_size=2)
     path = Path(publish({"weight": torch.ones(2)}, directory=tmp_path, policy_version=1).path)
-    first, second = (sender.open("http://server", path, world_size=2) for _ in range(2))
+    first, second = (sender.open("http://server", path, 1, world_size=2) for _ in range(2))
     with pytest.raises(WeightsNotSent, match=f"no group {first.name}: it was closed, or another one"):
         sender.send(first.name)
     sender.close_group(second.name)

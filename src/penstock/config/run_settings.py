@@ -99,6 +99,10 @@ class RolloutConfig(Section):
     KV cache (default of `penstock` and `vllm`). `retract` (default of `sglang`): the KV cache is recomputed. Foreign
     engines end the answers then, and generation continues from their recorded tokens. `drain`: the update waits until
     the answers have ended."""
+    direct_weights: bool = False
+    """Send weights from the trainer's device, and not as a file. vLLM and SGLang copy them in the memory of a device
+    that they share with the trainer. On other devices vLLM gets them over NCCL, with its own weight transfer. It is
+    paused for the whole way, so this suits a fast network, or servers that share no folder with the trainer."""
     seeded: bool = False
     """Send vLLM a seed for each sample, so that its samples can be repeated. vLLM decodes about 10 % more slowly then.
     Samples of `penstock` always follow from seeds."""
@@ -274,7 +278,12 @@ class Config(Section):
         """
         rollout = self.rollout
         takes_whole = rollout.engine == "sglang" and not self.engine_serves_adapters
-        return takes_whole and rollout.update_mode != "drain"
+        return (self.sends_directly and rollout.engine == "vllm") or (takes_whole and rollout.update_mode != "drain")
+
+    @property
+    def sends_directly(self) -> bool:
+        """Return whether foreign engines may get weights from the trainer's device."""
+        return self.has_trainer and self.rollout.direct_weights
 
     @property
     def shares_weights_folder(self) -> bool:
@@ -457,6 +466,8 @@ class Config(Section):
                 f"rollout.port ({rollout.port}) leaves no room for rollout.servers ({rollout.servers}) "
                 "ports up to 65535: choose a lower port, or 0 to let the system choose"
             )
+        if rollout.direct_weights and self.has_trainer:
+            yield from self._of_direct_weights()
         loads_itself = rollout.engine != "penstock" and not (self.has_trainer or rollout.urls)
         if loads_itself and self.policy.name == "model" and self.model.path == "tiny":
             yield (
@@ -479,6 +490,19 @@ class Config(Section):
                 f"rollout.host {rollout.host} is reachable from outside: set rollout.api_key "
                 "through the environment variable PENSTOCK_API_KEY, or use 127.0.0.1"
             )
+
+    def _of_direct_weights(self) -> Iterator[str]:
+        """Yield what keeps weights from going directly from the trainer's device to the servers."""
+        is_ours = self.rollout.engine == "penstock"
+        for name, value, is_wrong, why in (
+            ("rollout.engine", self.rollout.engine, is_ours, "our own servers map the file"),
+            ("trainer.ranks", self.trainer.ranks, self.trainer.ranks > 1, "no single rank has all weights"),
+            ("model.device", "cpu", self.model.device == "cpu", "the weights are on no CUDA device"),
+            ("scheduler.mode", "colocated", self.gives_devices, "the weights have left the device by then"),
+            ("trainer.lora", "set", self.engine_serves_adapters, "the engines read adapters from files"),
+        ):
+            if is_wrong:
+                yield f"{name} is {value}, so rollout.direct_weights must be false: {why}"
 
     def _of_atropos(self) -> Iterator[str]:
         """Yield the settings that Atropos environments cannot follow."""

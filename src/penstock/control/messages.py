@@ -12,7 +12,7 @@ import msgspec
 from penstock import __version__
 from penstock.deadline import Stall
 from penstock.ports.observer import BusySpan
-from penstock.ports.training import SavedStates, SendingGroup, TrainerState
+from penstock.ports.training import SavedStates, SendingGroup, SendingWay, TrainerState
 from penstock.ports.work import Work
 from penstock.types import (
     EpisodeId,
@@ -264,6 +264,7 @@ class OpenGroup(Message, frozen=True, kw_only=True, tag="OPEN_GROUP"):
     server: str
     policy_version: int
     world_size: int
+    way: SendingWay = "rendezvous"
 
 
 class GroupOpened(Message, frozen=True, kw_only=True, tag="GROUP_OPENED"):
@@ -279,8 +280,21 @@ class SendWeights(Message, frozen=True, kw_only=True, tag="SEND_WEIGHTS"):
     group: str
 
 
+class LendBucket(Message, frozen=True, kw_only=True, tag="LEND_BUCKET"):
+    """Lend a bucket of a group to its server, in memory of the device that both share."""
+
+    group: str
+    number: int
+
+
+class BucketLent(Message, frozen=True, kw_only=True, tag="BUCKET_LENT"):
+    """The answer to `LendBucket`: what the server needs to find it."""
+
+    payload: str
+
+
 class NotSent(Message, frozen=True, kw_only=True, tag="NOT_SENT"):
-    """The answer to `OpenGroup` or `SendWeights` if it fails. `reason` is text for the user."""
+    """The answer to `OpenGroup`, `SendWeights` or `LendBucket` if it fails. `reason` is text for the user."""
 
     reason: str
 

@@ -12,7 +12,7 @@ from penstock.control import messages
 from penstock.control.bus import CONTROLLER, Bus, PeerLost
 from penstock.control.messages import AnyMessage
 from penstock.deadline import deadline
-from penstock.ports.training import SavedStates, SendingGroup, TrainerLost, TrainerState, WeightsNotSent
+from penstock.ports.training import SavedStates, SendingGroup, SendingWay, TrainerLost, TrainerState, WeightsNotSent
 from penstock.ports.work import Work
 from penstock.types import GroupAttempt, GroupRef, LearnerState, SegmentGrant, WeightsHandle
 from penstock.version_history import VersionHistory
@@ -71,12 +71,17 @@ class RemoteTrainer:
     async def finish_publish(self, policy_version: int) -> WeightsHandle:
         return (await self._ask(messages.FinishPublish(policy_version=policy_version), messages.Published)).handle
 
-    async def open_group(self, server: str, policy_version: int, *, world_size: int) -> SendingGroup:
-        message = messages.OpenGroup(server=server, policy_version=policy_version, world_size=world_size)
+    async def open_group(
+        self, server: str, policy_version: int, *, world_size: int, way: SendingWay = "rendezvous"
+    ) -> SendingGroup:
+        message = messages.OpenGroup(server=server, policy_version=policy_version, world_size=world_size, way=way)
         return (await self._ask(message, messages.GroupOpened)).group
 
     async def send_weights(self, group: str) -> None:
         await self._ask(messages.SendWeights(group=group), messages.Ack)
+
+    async def lend_bucket(self, group: str, number: int) -> str:
+        return (await self._ask(messages.LendBucket(group=group, number=number), messages.BucketLent)).payload
 
     async def close_group(self, group: str) -> None:
         await self._ask(messages.CloseGroup(group=group), messages.Ack)

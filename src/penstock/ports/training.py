@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -18,6 +18,12 @@ class TrainerLost(RuntimeError):
 
 class WeightsNotSent(RuntimeError):
     """The trainer could not send weights to a server. It still has them."""
+
+
+SendingWay = Literal["rendezvous", "communicator", "sglang_memory", "vllm_memory"]
+"""How a server takes weights. `rendezvous`: as a rank of a torch group, at the group's address. `communicator`: as a
+rank of a bare NCCL communicator, with its id. The other ways: from memory of the device that it shares with the
+trainer, with handles as the engine reads them."""
 
 
 class TensorBucket(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +46,8 @@ class SendingGroup(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     buckets: list[TensorBucket]
     """The broadcasts, in their order."""
+    communicator: bytes = b""
+    """The id of its NCCL communicator, for servers that join with `communicator`."""
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,12 +137,18 @@ class WeightsSender(Protocol):
     it answers, or if it does not have the weights.
     """
 
-    async def open_group(self, server: str, policy_version: int, *, world_size: int) -> SendingGroup:
+    async def open_group(
+        self, server: str, policy_version: int, *, world_size: int, way: SendingWay = "rendezvous"
+    ) -> SendingGroup:
         """Open a group for one of the newest versions, and close an earlier one of this server. Raises
         `WeightsNotSent`."""
 
     async def send_weights(self, group: str) -> None:
         """Broadcast all buckets of the named group. Raises `WeightsNotSent` if the server does not take them."""
+
+    async def lend_bucket(self, group: str, number: int) -> str:
+        """Return the payload with which the server of the named group finds a bucket in the memory of the device. The
+        bucket before is lent no longer. Raises `WeightsNotSent`."""
 
     async def close_group(self, group: str) -> None:
         """Close the named group if it exists. This ends a broadcast."""

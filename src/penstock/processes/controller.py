@@ -31,6 +31,7 @@ from penstock.processes.pool_access import PayloadFetcher, pool_of_controller
 from penstock.processes.report_checks import check_alone, check_in_run, episodes_of
 from penstock.processes.run_metrics import metrics_endpoint
 from penstock.processes.searching import ProcessSearcher
+from penstock.processes.visible import direct_way
 from penstock.processes.worker_registry import WorkerRegistry
 from penstock.recovery import MAX_LEARNED_GROUPS
 from penstock.rollout.servers import Backoff, Servers
@@ -313,6 +314,7 @@ async def work(child: Child, config: Config, controller: Controller, recorder: R
         keeps_weights=config.uses_given_weights,
         takes_turns=config.gives_devices,
         serves_adapters=config.engine_serves_adapters,
+        direct_weights=direct_way(config),
         sender=controller.trainer,
     )
     model_name = config.model_name

@@ -38,6 +38,7 @@ from penstock.processes.plan_request import PLAN_S, memory_plan
 from penstock.processes.visible import (
     SHARES,
     devices_of,
+    direct_way,
     free_share,
     has_accelerator,
     of_foreign_server,
@@ -52,6 +53,7 @@ from penstock.rollout.http import Refused, Route, read_bytes, unless_disconnecte
 from penstock.rollout.served_adapters import HELD
 from penstock.rollout.servers import connect
 from penstock.rollout.session import KEEP_ALIVE_S, HttpSession, RolloutError, open_session
+from penstock.rollout.vllm_client import transfer_words
 from penstock.runtime.http_server import bind, listening, url_of
 from penstock.supervisor.child import Child
 from penstock.supervisor.run_journal import read_state
@@ -127,10 +129,18 @@ async def serve(child: Child, config: Config) -> None:
     secret = child.secret("claim")
     session = HttpSession(api_key=rollout.control_key, claim=secret, timeout_s=rollout.request_timeout_s)
     keeps, gives, is_only = config.uses_given_weights, config.gives_devices, len(rollout.urls) < 2
-    adapters = config.engine_serves_adapters
+    adapters, direct = config.engine_serves_adapters, direct_way(config)
 
     def claim_on(url: str) -> ServerClaim:
-        client = connect(rollout.engine, url, session, keeps_weights=keeps, takes_turns=gives, serves_adapters=adapters)
+        client = connect(
+            rollout.engine,
+            url,
+            session,
+            keeps_weights=keeps,
+            takes_turns=gives,
+            serves_adapters=adapters,
+            direct_weights=direct,
+        )
         return ServerClaim(client, child.run_id, secret, is_only=is_only, is_shared=keeps)
 
     async def prepare(url: str, process: Process | None) -> None:
@@ -326,6 +336,8 @@ def command(
         words += ["--logprobs-mode", "processed_logprobs", "--uvicorn-log-level", "warning"]
         words += ["--hf-overrides", UNTIED] if gets_weights else []
         words += ["--enable-sleep-mode"] if config.gives_devices and has_accelerator(config) else []
+        way = direct_way(config)
+        words += transfer_words(way) if way is not None else []
     else:
         words += ["--model-path", model, "--context-length", str(config.model.max_context)]
         words += ["--max-running-requests", str(rollout.slots), "--enable-metrics"]
@@ -366,7 +378,10 @@ def environment(config: Config, number: int) -> dict[str, str]:
     """
     inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES.values()}
     updating = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if config.engine_serves_adapters else {}
-    wanted = VLLM_ENVIRONMENT | updating | {"OMP_NUM_THREADS": str(config.rollout.torch_threads)} | inherited
+    is_vllm = config.rollout.engine == "vllm"
+    # vLLM gets handles of memory as a pickle. Its socket is private to this user.
+    handles = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if is_vllm and direct_way(config) == "memory" else {}
+    wanted = VLLM_ENVIRONMENT | updating | handles | {"OMP_NUM_THREADS": str(config.rollout.torch_threads)} | inherited
     api_key = {"VLLM_API_KEY": config.rollout.api_key} if config.rollout.api_key else {}
     return wanted | of_foreign_server(config, number) | api_key
 

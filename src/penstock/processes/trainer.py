@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from transformers.utils.logging import disable_progress_bar
 
-from penstock.config import Config, load_config
+from penstock.config import Config, ConfigError, load_config
 from penstock.config.secret_settings import resolved
 from penstock.control import messages
 from penstock.control.bus import Peer
@@ -47,7 +47,7 @@ from penstock.ports.training import TrainerState, WeightsNotSent
 from penstock.processes.bus_client import Member, Telemetry, membership
 from penstock.processes.layout import model_dir, places, rank_name, rank_names, takes_turns, without_keys
 from penstock.processes.pool_access import payloads_of
-from penstock.processes.trainer_rank import Actor, CriticRank, ReferenceRank, TrainerRank
+from penstock.processes.trainer_rank import LOOPBACK, Actor, CriticRank, ReferenceRank, TrainerRank
 from penstock.runtime.file_service import WEIGHTS
 from penstock.runtime.interfaces import use_interface_of
 from penstock.supervisor.child import Child
@@ -60,6 +60,7 @@ from penstock.trainer.warm_start import warm_start
 from penstock.types import GroupRef, LearnerState, Task, WeightsHandle
 from penstock.version_history import VersionHistory
 from penstock.weights.broadcast import Offers
+from penstock.weights.live_weights import LiveWeights
 from penstock.weights.publication import KEPT_VERSIONS, Watch, await_handle, handle_in
 from penstock.weights.receiver import linked
 from penstock.weights.sender import Sender
@@ -125,7 +126,8 @@ class TrainerProcess(Member):
         self._unfinished: Unfinished | None = None
         self._saving: asyncio.Task[None] | None = None
         """The end of the latest checkpoint. It waits for the files that the ranks write, and then completes it."""
-        self._offers, self._sender = self._ways_to_other_machines()
+        self._live = LiveWeights() if config.rollout.direct_weights else None
+        self._offers, self._sender = self._ways_to_servers()
         self._channels = RankChannels(child.runtime_dir, rank_names(config), host=child.address)
         try:
             self._ranks = self._thread.submit(self._start_ranks).result()
@@ -133,15 +135,22 @@ class TrainerProcess(Member):
             self._channels.close()
             raise
 
-    def _ways_to_other_machines(self) -> tuple[Offers | None, Sender | None]:
-        """Return the broadcasts to processes of the run and those to foreign engines, if there are other machines."""
-        address = self._child.address
-        if address is None:
+    def _ways_to_servers(self) -> tuple[Offers | None, Sender | None]:
+        """Return the broadcasts to processes of the run, if there are other machines, and those to foreign engines, if
+        these may get any. Raises `ConfigError` if direct weights have no device here."""
+        address, is_direct = self._child.address, self._config.rollout.direct_weights
+        if address is None and not is_direct:
             return None, None
-        use_interface_of(address)
         # With several ranks this process computes nothing, and has no device of its own.
         device = resolve_device(self._config.model.device if self._config.num_ranks == 1 else "cpu")
-        return Offers(address), Sender(address, device=device)
+        if is_direct and device.type != "cuda":
+            raise ConfigError(
+                f"rollout.direct_weights needs a CUDA device, but the trainer computes on {device}: set it to false"
+            )
+        if address is None:
+            return None, Sender(LOOPBACK, device=device, live=self._live)
+        use_interface_of(address)
+        return Offers(address), Sender(address, device=device, live=self._live)
 
     def _link(self, handle: WeightsHandle) -> WeightsHandle:
         """Add what other machines need to get the file, if there are any and they do not read it in a folder that they
@@ -168,7 +177,9 @@ class TrainerProcess(Member):
         is_shared = self._config.shares_weights_folder and self._child.address is not None
         weights_dir = (self._child.run_dir if is_shared else self._child.runtime_dir) / WEIGHTS
         with plainly():
-            roles = trainer_roles(self._config, start, model_dir=self._model_dir, weights_dir=weights_dir)
+            roles = trainer_roles(
+                self._config, start, model_dir=self._model_dir, weights_dir=weights_dir, live=self._live
+            )
         return ActorCritic(roles, self._config.trainer)
 
     async def welcomed(self, _: Peer, welcome: messages.Welcome) -> None:
@@ -190,7 +201,9 @@ class TrainerProcess(Member):
                 return messages.Published(handle=self._link(await self._complete_publication(version)))
             case messages.OpenGroup(policy_version=version) if version not in self._published:
                 return messages.HoldsNothing()
-            case messages.OpenGroup() | messages.SendWeights() | messages.CloseGroup() if self._sender is not None:
+            case messages.OpenGroup() | messages.SendWeights() | messages.LendBucket() | messages.CloseGroup() if (
+                self._sender is not None
+            ):
                 try:
                     return await self._send(self._sender, message)
                 except WeightsNotSent as error:
@@ -209,14 +222,15 @@ class TrainerProcess(Member):
         resource, holder = f"the end of {type(message).__name__}", "a server that takes weights"
         with warn_if_stalled(STALL_WARNING_S, waiter=self._child.name, resource=resource, holder=holder):
             match message:
-                case messages.OpenGroup(server=server, policy_version=version, world_size=world_size):
-                    path = file_in(self._published[version][1])
-                    return messages.GroupOpened(
-                        group=await asyncio.to_thread(sender.open, server, path, world_size=world_size)
-                    )
+                case messages.OpenGroup(server=server, policy_version=version, world_size=world_size, way=way):
+                    path, open_group = file_in(self._published[version][1]), partial(sender.open, way=way)
+                    opened = await asyncio.to_thread(open_group, server, path, version, world_size=world_size)
+                    return messages.GroupOpened(group=opened)
                 case messages.SendWeights(group=group):
                     with heard_by(self._ticked):
                         await asyncio.wrap_future(sender.send(group))
+                case messages.LendBucket(group=group, number=number):
+                    return messages.BucketLent(payload=await asyncio.to_thread(sender.lend, group, number))
                 case messages.CloseGroup(group=group):
                     await asyncio.to_thread(sender.close_group, group)
         return None
@@ -423,16 +437,18 @@ class TrainerProcess(Member):
         self._channels.close()
 
 
-def trainer_roles(config: Config, start: Start, *, model_dir: Path, weights_dir: Path) -> Roles:
+def trainer_roles(
+    config: Config, start: Start, *, model_dir: Path, weights_dir: Path, live: LiveWeights | None = None
+) -> Roles:
     """Return all roles of the trainer, placed as configured, with their ranks connected.
 
     `start`: starts roles in separate processes. `model_dir`: directory of the policy. `weights_dir`: where the weights
-    are published.
+    are published. `live`: lends the weights of an actor in this process.
 
     Roles that share a place share its processes, one for each rank. The processes on the trainer's machine come first.
     """
     together_in = places(config)
-    init: dict[str, dict[str, Any]] = {"actor": {"model_dir": model_dir, "weights_dir": weights_dir}}
+    init: dict[str, dict[str, Any]] = {"actor": {"model_dir": model_dir, "weights_dir": weights_dir, "live": live}}
     roles = {
         name: Role(WORKERS[name], {"config": without_keys(config), "place": number} | init.get(name, {}))
         for number, together in enumerate(together_in.values())

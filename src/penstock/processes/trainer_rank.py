@@ -46,6 +46,7 @@ from penstock.trainer.shards import WeightRows
 from penstock.trainer.strategy import is_sharded
 from penstock.trainer.warm_start import Imitation
 from penstock.types import AdaptersForm
+from penstock.weights.live_weights import LiveWeights
 from penstock.weights.publication import NotPublished, Publication, WeightsPublisher
 from penstock.weights.row_transfer import RowsCopy, receive_rows, send_failure
 
@@ -192,16 +193,24 @@ class Actor(TrainerRank):
     """One rank of the actor. The first method call that needs the learner builds it around the policy."""
 
     def __init__(
-        self, rank: Rank, roles: Mapping[str, Any], *, config: Config, place: int, model_dir: Path, weights_dir: Path
+        self,
+        rank: Rank,
+        roles: Mapping[str, Any],
+        *,
+        config: Config,
+        place: int,
+        model_dir: Path,
+        weights_dir: Path,
+        live: LiveWeights | None = None,
     ) -> None:
-        """`model_dir`: directory of the policy. `weights_dir`: where rank 0 publishes the weights. For the other
-        arguments see `TrainerRank`."""
+        """`model_dir`: directory of the policy. `weights_dir`: where rank 0 publishes the weights. `live`: lends the
+        weights of the only rank. For the other arguments see `TrainerRank`."""
         super().__init__(rank, roles, config=config, place=place)
         trains_first = config.model.warm_start.steps > 0
         self._model = self._policy(model_dir, weights=config.model.path != "tiny", whole=trains_first)
         locks = self._config.rollout.engine == "penstock"
         self._publisher = WeightsPublisher(weights_dir, recycles=locks) if self._ranks.is_first else None
-        self._model_dir = model_dir
+        self._model_dir, self._live = model_dir, live
         self._first_version = 0
 
     @remote_method(dispatch={"batch": Shard(uneven="allow")}, collect=reduce(add))
@@ -281,6 +290,9 @@ class Actor(TrainerRank):
                 for name, weight in form.renamed(weights):
                     publication.write(name, weight.rows, weight.first_row)
                 publication.written(shard.number)
+        if self._live is not None:
+            named = (pair for form, _ in parts for pair in form.renamed(weights))
+            self._live.hold(policy_version, {name: weight.rows for name, weight in named})
         if shard.number > 0:
             return None
         what = _rows_of(policy_version)
@@ -365,6 +377,7 @@ class Actor(TrainerRank):
             measure_noise=config.scheduler.trigger.feedback.signal == "noise_scale",
             base=None if config.model.path == "tiny" or config.model.warm_start.steps else config.model.path,
             ranks=self._ranks,
+            before_change=None if self._live is None else self._live.withdraw,
         )
 
     @cached_property

@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from penstock.config import Config, ConfigError
 from penstock.processes.layout import are_together, takes_turns, trainer_nodes
+from penstock.types import DirectWeights
 
 VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """Environment variable for each device type, as torch names it."""
@@ -87,6 +88,17 @@ def shares_device(config: Config, number: int) -> bool:
     is_there = are_together(config, f"rollout-{number}", "trainer-0")
     needed = num_devices(config.rollout.args)
     return is_there and 0 < len(_seen(config)[1]) < _num_before(config, number) + (number + 1) * needed
+
+
+def direct_way(config: Config) -> DirectWeights | None:
+    """Return how the servers get weights from the trainer's device; None if they get them in files or, as SGLang may,
+    by broadcasts. A foreign engine shares a device with the trainer only if there is no other one, so all servers get
+    them alike."""
+    if not config.sends_directly:
+        return None
+    if shares_device(config, 0):
+        return "memory"
+    return "nccl" if config.rollout.engine == "vllm" else None
 
 
 def _seen(config: Config) -> tuple[str | None, list[str]]:

@@ -27,6 +27,7 @@ from penstock.samples import Segment, VersionSpan
 from penstock.types import (
     MAX_VERSION,
     NO_VERSION,
+    DirectWeights,
     FinishReason,
     Sampling,
     SegmentGrant,
@@ -121,6 +122,8 @@ class ServerClient(ABC):
     """Whether `release` takes the memory of the weights too. Then only an update makes the server serve again."""
     sender: WeightsSender | None = None
     """The trainer that broadcasts weights to the server; None in processes that send it none."""
+    direct_weights: DirectWeights | None = None
+    """How vLLM and SGLang get weights from the trainer's device, and not from a file, if they do."""
     routing_remedy = "this server does not record them"
     """How to make a server return experts."""
     _told = False

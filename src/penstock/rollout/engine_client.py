@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.deadline import deadline
+from penstock.deadline import Stalled, deadline
 from penstock.rollout import bodies
 from penstock.rollout.client import ASLEEP, BEGIN_SLACK_S, CONFLICT, ServedLabel, ServerClient
 from penstock.rollout.served_adapters import HELD, ServedAdapters, name_of
 from penstock.rollout.session import HttpSession, RolloutError
+from penstock.rollout.weights_group import WeightsGroup
 from penstock.samples import Segment
 from penstock.types import Sampling, SegmentGrant, UpdateMode, WeightsHandle
+
+logger = logging.getLogger(__name__)
 
 STAT_S = 30.0
 """Timeout for a file's status, which may be on a slow shared file system."""
@@ -38,6 +42,8 @@ class EngineClient(ServerClient):
         super().__init__(url, session, update_mode=update_mode)
         self._begun: WeightsHandle | None = None
         """The weights of the latest `begin_weights`, where the engine can read them."""
+        self._group: WeightsGroup | None = None
+        """The group in which the trainer sends the next weights."""
 
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
@@ -78,6 +84,26 @@ class EngineClient(ServerClient):
         if not await self.is_asleep():
             await super().forget_weights()
 
+    async def _open_group(self, kind: type[WeightsGroup], handle: WeightsHandle) -> None:
+        """Open a group in which the trainer sends these weights. Raises RolloutError or Stalled."""
+        assert self.sender is not None
+        self._group = await kind.open(self.url, self._session, self.sender, handle.policy_version)
+
+    async def _try_group(self, kind: type[WeightsGroup], handle: WeightsHandle) -> bool:
+        """Open such a group if the server and the trainer can, and return whether they could. If not, a file remains,
+        also after the death of the trainer."""
+        try:
+            await self._open_group(kind, handle)
+        except (RolloutError, Stalled) as error:
+            logger.warning("policy_version %d comes as a file: %s", handle.policy_version, error)
+            return False
+        return True
+
+    async def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            await group.leave()
+
     async def begin_weights(self, handle: WeightsHandle) -> None:
         """Bring the file to the machine of the engine, or check its size, before generation pauses, since the engine
         stages nothing. Load adapters, unless the engine is asleep: it has given away the memory for them."""
@@ -90,7 +116,7 @@ class EngineClient(ServerClient):
 
     def _is_fetched(self, handle: WeightsHandle) -> bool:
         """Return whether our process before the engine gets the file of these weights."""
-        return bool(handle.url)
+        return bool(handle.url) and self._group is None
 
     async def _fetch(self, handle: WeightsHandle) -> WeightsHandle:
         """Return the handle with the path of the file on the machine of the engine."""
@@ -118,17 +144,22 @@ class EngineClient(ServerClient):
         return begun
 
     async def commit_weights(self, handle: WeightsHandle) -> None:
-        """Wake an engine that is asleep, let new requests name adapters that are loaded, or replace the weights."""
-        handle = self._readable(handle)
-        if await self.is_asleep():
-            await self._wake_with(handle)
-        elif handle.adapters is not None:
-            await self._commit_adapters(handle.policy_version)
-        else:
-            await self._replace_weights(handle)
+        """Wake an engine that is asleep, let new requests name adapters that are loaded, or replace the weights. Leave
+        the group in which they came."""
+        try:
+            handle = self._readable(handle)
+            if await self.is_asleep():
+                await self._wake_with(handle)
+            elif handle.adapters is not None:
+                await self._commit_adapters(handle.policy_version)
+            else:
+                await self._replace_weights(handle)
+        finally:
+            await self._leave_group()
 
     async def abort_weights(self) -> None:
-        """Unload adapters that are newer than the served ones. No request names them yet."""
+        """Leave the group, and unload adapters that are newer than the served ones. No request names them yet."""
+        await self._leave_group()
         served = (await self._label()).weight_version if self.serves_adapters else ""
         if served.isdecimal():
             for version in await self._adapters.held():

@@ -39,6 +39,7 @@ from penstock.samples import Segment
 from penstock.types import (
     NO_VERSION,
     RECEIVE_S,
+    DirectWeights,
     EpisodeId,
     Sampling,
     SegmentGrant,
@@ -95,13 +96,15 @@ def connect(
     keeps_weights: bool = False,
     takes_turns: bool = False,
     serves_adapters: bool = False,
+    direct_weights: DirectWeights | None = None,
     sender: WeightsSender | None = None,
 ) -> ServerClient:
     """Return the client of one server. With `update_mode` None, the client's default applies. `routing`, `seeded`,
-    `keeps_weights`, `takes_turns`, `serves_adapters` and `sender`: see `ServerClient`."""
+    `keeps_weights`, `takes_turns`, `serves_adapters`, `direct_weights` and `sender`: see `ServerClient`."""
     client = CLIENTS[engine](url.rstrip("/"), session, update_mode=update_mode)
     client.routing, client.seeded, client.keeps_weights = routing, seeded, keeps_weights
-    client.takes_turns, client.serves_adapters, client.sender = takes_turns, serves_adapters, sender
+    client.takes_turns, client.serves_adapters = takes_turns, serves_adapters
+    client.direct_weights, client.sender = direct_weights, sender
     return client
 
 
@@ -175,12 +178,13 @@ class Servers:
         keeps_weights: bool = False,
         takes_turns: bool = False,
         serves_adapters: bool = False,
+        direct_weights: DirectWeights | None = None,
         sender: WeightsSender | None = None,
     ) -> None:
         """`claim`: nonce of the run, for a process that controls its servers. `lost` is called with the URL of a lost
         server and the reason. With `update_mode` None, the engine client's default applies. `routing`: what the
         policy's routers record; None: nothing. `seeded`, `keeps_weights`, `takes_turns`, `serves_adapters`,
-        `sender`: see `ServerClient`."""
+        `direct_weights`, `sender`: see `ServerClient`."""
         self._session = HttpSession(api_key=api_key, claim=claim, timeout_s=timeout_s)
         self._connect = partial(
             connect,
@@ -192,6 +196,7 @@ class Servers:
             keeps_weights=keeps_weights,
             takes_turns=takes_turns,
             serves_adapters=serves_adapters,
+            direct_weights=direct_weights,
             sender=sender,
         )
         self._servers = [ServerState(self._connect(url)) for url in urls]

@@ -4,8 +4,9 @@ It is tested against Penstock's own server, which has the same protocol. It is n
 which needs a GPU. Every sample is a separate prompt in one batch, because SGLang has one limit and one seed per prompt.
 
 A server on the trainer's machine reads new weights from their file. One on another machine gets them by broadcast
-(`weights_group.py`). With `drain`, and of adapters, it reads a file too (`EngineClient`): SGLang takes broadcasts while
-it is paused, and `drain` does not pause it.
+(`sglang_group.py`). On the trainer's device, with `direct_weights`, it copies them from the trainer's memory. With
+`drain`, and of adapters, it reads a file too (`EngineClient`): SGLang takes buckets while it is paused, and `drain`
+does not pause it.
 
 Where the trainer takes turns with the server on a device, SGLang needs --enable-memory-saver, and torch-memory-saver.
 It dies if it has to release memory while a request runs, or to resume memory that it has not released. It does not
@@ -37,7 +38,7 @@ from penstock.rollout.client import (
 from penstock.rollout.engine_client import EngineClient
 from penstock.rollout.served_adapters import span_of
 from penstock.rollout.session import HttpSession, RolloutError
-from penstock.rollout.weights_group import WeightsGroup
+from penstock.rollout.sglang_group import SGLangGroup, SGLangMemoryGroup
 from penstock.samples import Segment
 from penstock.types import Sampling, SegmentGrant, UpdateMode, WeightsHandle
 
@@ -64,8 +65,6 @@ class SGLangClient(EngineClient):
 
     def __init__(self, url: str, session: HttpSession, *, update_mode: UpdateMode | None = None) -> None:
         super().__init__(url, session, update_mode=update_mode)
-        self._group: WeightsGroup | None = None
-        """The group in which the next weights come."""
         self._is_mixed = False
         """Whether the server may have weights of two versions under the label of one."""
 
@@ -151,25 +150,22 @@ class SGLangClient(EngineClient):
     async def begin_weights(self, handle: WeightsHandle) -> None:
         """Join the group in which the weights come, if they come by broadcast. A server that has them needs none."""
         await self._leave_group()
+        if self._is_lent(handle) and await self._try_group(SGLangMemoryGroup, handle):
+            return
         if not handle.url or self._is_fetched(handle):
             await super().begin_weights(handle)
         elif not self._is_elsewhere(handle):
             self.transport = "file"
         elif not await self._has(handle):
-            assert self.sender is not None
-            self._group = await WeightsGroup.open(self.url, self._session, self.sender, handle.policy_version)
-
-    async def abort_weights(self) -> None:
-        await self._leave_group()
-        await super().abort_weights()
-
-    async def _leave_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            await group.leave()
+            await self._open_group(SGLangGroup, handle)
 
     def _is_fetched(self, handle: WeightsHandle) -> bool:
         return super()._is_fetched(handle) and (self.update_mode == "drain" or handle.adapters is not None)
+
+    def _is_lent(self, handle: WeightsHandle) -> bool:
+        """Return whether the server copies these weights from the memory of its device. It takes them while it is
+        paused."""
+        return self.direct_weights == "memory" and self.update_mode != "drain" and handle.adapters is None
 
     def _is_elsewhere(self, handle: WeightsHandle) -> bool:
         """Return whether the server cannot open the file of these weights, because it is on another machine."""
@@ -177,12 +173,6 @@ class SGLangClient(EngineClient):
 
     async def _has(self, handle: WeightsHandle) -> bool:
         return (await self._label()).weight_version == str(handle.policy_version)
-
-    async def commit_weights(self, handle: WeightsHandle) -> None:
-        try:
-            await super().commit_weights(handle)
-        finally:
-            await self._leave_group()
 
     async def _replace_weights(self, handle: WeightsHandle) -> None:
         """Make the server load weights: from their directory, or from the group that `begin_weights` joined.
@@ -214,13 +204,12 @@ class SGLangClient(EngineClient):
     async def _load(self, handle: WeightsHandle, *, flush: bool) -> None:
         if handle.adapters is not None:
             await self._load_adapters(handle)
-        elif self._is_elsewhere(handle):
-            await self._load_broadcast(handle, flush=flush)
-            self.transport = "collective"
+        elif self._group is not None or self._is_elsewhere(handle):
+            await self._load_group(handle, flush=flush)
         else:
             await self._load_file(handle, flush=flush)
 
-    async def _load_broadcast(self, handle: WeightsHandle, *, flush: bool) -> None:
+    async def _load_group(self, handle: WeightsHandle, *, flush: bool) -> None:
         group = self._group
         if group is None:
             if not await self._has(handle):
@@ -228,6 +217,7 @@ class SGLangClient(EngineClient):
             return
         try:
             await group.take(str(handle.policy_version), flush=flush)
+            self.transport = group.transport
         except BaseException:
             if group.has_sent:
                 self._is_mixed = True

@@ -11,6 +11,9 @@ level 2: it discards its weights, because every sleep ends with an update. If th
 level 1, and keeps its weights in main memory. An update wakes the memory of the weights, loads them or the adapters,
 and only then wakes the KV memory, with which vLLM schedules requests again. Calls that wake or put to sleep
 what is so already do nothing.
+
+With `direct_weights`, vLLM gets the weights in its own weight transfer (`vllm_group.py`). If that cannot begin before
+the pause, it reads a file.
 """
 
 from __future__ import annotations
@@ -31,10 +34,12 @@ from penstock.rollout.engine_client import EngineClient
 from penstock.rollout.generator import all_of
 from penstock.rollout.served_adapters import span_of
 from penstock.rollout.session import HttpSession, RolloutError
+from penstock.rollout.vllm_group import VllmGroup, VllmMemoryGroup
 from penstock.routed_experts import from_npy
+from penstock.runtime.http_client import short
 from penstock.samples import Segment
 from penstock.seeding import stable_seed
-from penstock.types import Sampling, SegmentGrant, UpdateMode, WeightsHandle
+from penstock.types import DirectWeights, Sampling, SegmentGrant, UpdateMode, WeightsHandle
 
 GENERATE = "/inference/v1/generate"
 PAUSES: dict[UpdateMode, str] = {
@@ -42,6 +47,8 @@ PAUSES: dict[UpdateMode, str] = {
     "retract": "/pause?mode=abort",
     "drain": "/pause?mode=wait",
 }
+BACKENDS: dict[DirectWeights, str] = {"nccl": "nccl", "memory": "ipc"}
+"""vLLM's own weight transfers in which the trainer sends."""
 SLEEP, DISCARD, KEEP = "/sleep?level={}&mode=abort", 2, 1
 """Path that makes vLLM sleep, and its levels: without its weights, or with a copy of them in main memory."""
 WAKE = "/wake_up?tags="
@@ -49,6 +56,11 @@ RELOAD_S = 900.0
 """Timeout for loading the weights of a large model."""
 INFO_S = 60.0
 """Timeout for vLLM's description of itself, for which it runs programs."""
+
+
+def transfer_words(way: DirectWeights) -> list[str]:
+    """Return the words with which vLLM has this weight transfer."""
+    return ["--weight-transfer-config", f'{{"backend": "{BACKENDS[way]}"}}']
 
 
 class Logprob(Struct):
@@ -95,11 +107,18 @@ class DeviceSettings(Struct):
     device: str | None = None
 
 
+class TransferSettings(Struct):
+    """vLLM's settings of its own weight transfer."""
+
+    backend: str
+
+
 class VllmSettings(Struct):
     """vLLM's settings."""
 
     model_config: ModelSettings = msgspec.field(default_factory=ModelSettings)
     device_config: DeviceSettings = msgspec.field(default_factory=DeviceSettings)
+    weight_transfer_config: TransferSettings | None = None
 
 
 class ServerInfo(Struct):
@@ -203,14 +222,17 @@ class VllmClient(EngineClient):
                 if error.status in (403, 404):
                     raise RolloutError(self.url, f"has no route {path}: start it with {remedy}", 400) from error
         if self.takes_turns:
-            await self._check_sleep_mode()
+            self._check_sleep_mode(await self._settings())
+        if self.direct_weights is not None:
+            self._check_transfer(await self._settings(), self.direct_weights)
 
-    async def _check_sleep_mode(self) -> None:
+    async def _settings(self) -> VllmSettings:
+        path = "/server_info?config_format=json"
+        return (await self._session.call("GET", self.url, path, None, ServerInfo, timeout_s=INFO_S)).vllm_config
+
+    def _check_sleep_mode(self, settings: VllmSettings) -> None:
         """Check that sleep frees the device. Without the option, vLLM answers as if it did. On a CPU it frees nothing,
         and the option is refused."""
-        path = "/server_info?config_format=json"
-        info = await self._session.call("GET", self.url, path, None, ServerInfo, timeout_s=INFO_S)
-        settings = info.vllm_config
         if settings.model_config.enable_sleep_mode is False and settings.device_config.device != "cpu":
             raise RolloutError(
                 self.url,
@@ -219,6 +241,26 @@ class VllmClient(EngineClient):
                 400,
             )
 
+    def _check_transfer(self, settings: VllmSettings, way: DirectWeights) -> None:
+        """Check that the server has the weight transfer in which the trainer can send."""
+        found = settings.weight_transfer_config
+        if found is None or found.backend != BACKENDS[way]:
+            has = "no weight transfer of its own" if found is None else f"weight transfer {short(found.backend)!r}"
+            raise RolloutError(
+                self.url,
+                f"has {has}, and rollout.direct_weights needs {BACKENDS[way]!r}: start it with "
+                f"{' '.join(transfer_words(way))}, or set rollout.direct_weights to false",
+                400,
+            )
+
+    async def begin_weights(self, handle: WeightsHandle) -> None:
+        """Join the group in which the weights come, if they come directly; else bring their file."""
+        await self._leave_group()
+        way = self.direct_weights
+        kind = VllmMemoryGroup if way == "memory" else VllmGroup
+        if way is None or not await self._try_group(kind, handle):
+            await super().begin_weights(handle)
+
     async def release(self) -> None:
         await self._post(PAUSES["retract"])
         await self.label_weights(ASLEEP)  # after the last token of the weights before
@@ -226,14 +268,16 @@ class VllmClient(EngineClient):
         await self._post(SLEEP.format(level))  # it also ends requests that came since the pause
 
     async def _replace_weights(self, handle: WeightsHandle) -> None:
-        """Pause, make every worker load the directory, set the version label, and continue. A failure in between leaves
-        the label `UNKNOWN`, so no later sample counts as one of a known version."""
+        """Pause, make every worker load the weights, set the version label, and continue. A failure in between leaves
+        the label `UNKNOWN`, so no later sample counts as one of a known version. A server with layers that cannot
+        compute stays paused until a later update mends it."""
         try:
             await self._post(PAUSES[self.update_mode], timeout_s=COMMIT_S[self.update_mode])
             await self.forget_weights()
             await self._load(handle)
         finally:
-            await self._continue()
+            if self._group is None or not self._group.is_torn:
+                await self._continue()
 
     async def _end_running(self) -> None:
         await self._post(PAUSES["retract"], timeout_s=COMMIT_S["retract"])
@@ -254,6 +298,10 @@ class VllmClient(EngineClient):
     async def _load(self, handle: WeightsHandle) -> None:
         if handle.adapters is not None:
             return await self._load_adapters(handle)
+        if self._group is not None:
+            await self._group.take(str(handle.policy_version), flush=False)
+            self.transport = self._group.transport
+            return
         # A server that started with random weights would otherwise "read" random ones again.
         await self._rpc("update_config", args=[{"load_config": {"load_format": "safetensors"}}])
         await self._rpc("reload_weights", kwargs={"weights_path": str(Path(handle.path).parent)})

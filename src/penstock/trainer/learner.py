@@ -118,6 +118,7 @@ class Learner(ModelRole):
         measure_noise: bool = False,
         base: str | None = None,
         ranks: Ranks | None = None,
+        before_change: Callable[[], object] | None = None,
     ) -> None:
         """Place the model on the ranks, and build optimizer and criterion.
 
@@ -125,6 +126,7 @@ class Learner(ModelRole):
         `whole_step`: number of samples of a full optimizer step.
         `measure_noise`: also compute the gradient's norm within a step, for the gradient noise scale.
         `base`: path of the model, to which adapters alone belong; None if it lies nowhere.
+        `before_change`: called before weights that were published change.
         Other arguments: as for `ModelRole`.
         """
         self.model, self._model_cls = model, type(model)
@@ -132,7 +134,7 @@ class Learner(ModelRole):
         self._canaries = Canaries(config.canaries)
         self._max_tokens, self._whole_step = max_tokens, whole_step
         self._pending = StepStatistics()
-        self._measure_noise, self._base = measure_noise, base
+        self._measure_noise, self._base, self._before_change = measure_noise, base, before_change
         self._small: GradientNorm | None = None
         """Gradient norm over the first samples of the step."""
         self._num_steps = self._num_bad = 0

@@ -91,6 +91,8 @@ class ModelRole(ABC):
     shares_prefixes = True
     """Whether a prompt is computed once for all samples that share it, if model and strategy allow it."""
     _optimizers: Sequence[Optimizer] = ()
+    _before_change: Callable[[], object] | None = None
+    """Called before the published weights change."""
 
     def __init__(
         self,
@@ -192,6 +194,8 @@ class ModelRole(ABC):
         for reader in (self._saving, self._publishing):
             if reader is not None:
                 reader.await_read()
+        if self._before_change is not None:
+            self._before_change()
 
     def _table(self, batch: Batch, trained: Bools) -> TokenTable:
         """Return the tokens of a batch from `prepare`, or of a rank's part of it. `trained`: see `TokenTable.build`."""

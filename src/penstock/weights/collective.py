@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate
@@ -32,6 +32,8 @@ JOIN_TIMEOUT_S = 120.0
 TRANSFER_TIMEOUT_S = 120.0
 """Time limit of one bucket."""
 POLL_S, RELEASE_POLL_S = 0.0005, 0.2
+ID_S, ID_KEY = 60.0, "0"
+"""Time limit until torch has begun a communicator, and the key under which it stores the id of a group's first one."""
 BACKENDS = ("gloo", "nccl", "hccl")
 MAX_WORLD_SIZE = 100_000
 DEFAULT_GROUP = "weight_update_group"
@@ -168,6 +170,22 @@ class Group:
             failure = f"rank {self.rank} waited {time.monotonic() - start:.3g} s for {resource}, held by {holder}"
             self._leave(failure)
             raise GroupFailed(f"{failure}: {why}")
+
+    def begin_communicator(self, device: torch.device) -> None:
+        """Begin the NCCL communicator of this group, which then has an id (`communicator_id`), and wait until all ranks
+        have joined it. Like the workers of vLLM, add up one number with them. On error, close the group and raise
+        `GroupFailed`. NCCL itself waits without a limit for ranks that never join."""
+        group, options = self._group, distributed.AllreduceOptions()
+        if group is None:
+            raise GroupFailed(f"group {self.place.group_name} is closed: {self._failure}")
+        options.timeout = timedelta(seconds=self._transfer_timeout_s)
+        try:
+            _watch([group.allreduce([torch.zeros(1, device=device)], options)], self._transfer_timeout_s, self._closing)
+            return
+        except Exception as error:  # as in `broadcast`
+            failure = f"{_receivers(self.place)} did not join the communicator: {_first_line(error)}"
+        self.close(failure)
+        raise GroupFailed(failure)
 
     def close(self, reason: str = "it was destroyed") -> None:
         """Leave the group. Other ranks, and threads of this rank, that wait in a broadcast get an error."""
@@ -307,6 +325,18 @@ def listening_store(host: str, *, timeout_s: float) -> tuple[TCPStore, int]:
         master_listen_fd=listener.detach(),
     )
     return store, port
+
+
+def communicator_id(store: Store, group_name: str, *, is_over: Callable[[], bool]) -> bytes:
+    """Return the id of the NCCL communicator that rank 0 begins (`Group.begin_communicator`). torch leaves it in the
+    store for the other ranks of the group. `is_over`: rank 0 has left the group. Raises `GroupFailed`."""
+    own = PrefixStore("cuda/", PrefixStore(f"{group_name}/", PrefixStore(group_name, store)))  # as in `_join`
+    end = time.monotonic() + ID_S
+    while not own.check([ID_KEY]):
+        if is_over() or time.monotonic() > end:
+            raise GroupFailed(f"torch {torch.__version__} began no NCCL communicator for group {group_name}")
+        time.sleep(POLL_S)
+    return own.get(ID_KEY)
 
 
 def _connect(place: Rendezvous, rank: int, timeout: timedelta) -> Store:
