@@ -33,6 +33,7 @@ def test_programs_get_the_same_as_json(tmp_path: Path) -> None:
         "status": "failed",
         "environment": None,
         "pipeline": "train",
+        "simulated": None,
         "started": 1000.0,
         "step": 2,
         "steps": 9,

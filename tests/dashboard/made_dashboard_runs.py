@@ -13,11 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from run_with_groups import ShownRun
+
 from penstock.config import load_config
 from penstock.observe import jsonl
+from penstock.simulator.prediction import Records, predict
 from penstock.supervisor.ownership import owning
 from penstock.supervisor.run_journal import RunJournal
 from penstock.supervisor.states import ProcessState, RunState
+from penstock.types import EpisodeState
 
 ROOT = Path(__file__).parents[2]
 MARKUP = "<img src=x onerror=window.acted=1>"
@@ -86,7 +90,9 @@ class WrittenRun:
             "truncated_share": 0.01,
             "tokens_generated_total": 900.0 * step,
             "tokens_trained_total": 600.0 * step,
-            "tokens_masked_share": 0.0,
+            "tokens_masked_share": 0.02,
+            "tokens_masked_stale": 12.0,
+            "staleness_tokens": {"0": 320.0, "1": 260.0, "2": 8.0},
             "trainer_busy_s": 0.4 * step,
             "generator_busy_s": 0.8 * step,
             "num_trainers": 1,
@@ -155,6 +161,14 @@ class WrittenRun:
             "adapted", policy_version=self.step, reason=f"1.2 times the speed is predicted {MARKUP}", changes=changes
         )
 
+    def predict(self) -> None:
+        """Write what a plan predicted of the run."""
+        figures = {"step_s": 0.8, "samples_per_s": 40.0, "trainer_busy": 0.41, "servers_busy": 0.9}
+        memory = [{"who": f"trainer {MARKUP}", "count": 1, "total": 3 * 2**30}]
+        about = f"asynchronous, 1 + 1 {MARKUP}"
+        document = {"time": self.started, "by": "penstock plan", "about": about, "figures": figures, "memory": memory}
+        jsonl.write_json(self.run_dir / "prediction.json", document)
+
     def play_tools(self) -> None:
         """Write the samples of groups that call a tool in two turns."""
         directory = self.run_dir / "trajectories"
@@ -214,10 +228,12 @@ class WrittenRun:
 
 
 @contextmanager
-def five_runs(runs_dir: Path) -> Iterator[WrittenRun]:
-    """Write `finished`, `crashed`, `empty`, `tools` and `live`; yield the live one, which this process supervises."""
+def shown_runs(runs_dir: Path) -> Iterator[WrittenRun]:
+    """Write `finished`, `finished-simulated`, `crashed`, `empty`, `tools`, `tokens` (one group with its tokens, and
+    nothing else) and `live`; yield the live one, which this process supervises."""
     finished = WrittenRun(runs_dir, "finished")
     finished.start()
+    finished.predict()
     finished.evaluate("before", 0.3)
     finished.take_steps(NUM_STEPS // 2)
     finished.note("alarm", reason="answers are cut", time=finished.latest)
@@ -238,6 +254,17 @@ def five_runs(runs_dir: Path) -> Iterator[WrittenRun]:
     tools.take_steps(NUM_STEPS)
     tools.play_tools()
     tools.complete()
+
+    model = {"strategies": ["configured"], "steps": NUM_STEPS, "warmup_steps": 2}
+    model |= {"workload": {"median_tokens": 6.0, "max_tokens": 8}, "engine": {"update_s": 0.05}}
+    config = load_config(
+        ROOT / "examples/quickstart/run.yaml", ["scheduler.tuning=off", f"simulator={json.dumps(model)}"]
+    )
+    predict(config, records=Records(runs_dir=runs_dir, run_id="finished", fitted_to="finished"))
+
+    with ShownRun(runs_dir / "tokens") as tokens:
+        tokens.play(7)
+        tokens.end(7, EpisodeState.TRAINED, trained_in=3)
 
     with owning(_made(runs_dir / "empty")), owning(_made(runs_dir / "live")):
         WrittenRun(runs_dir, "empty").journal.move(RunState.STARTING, actor="supervisor")

@@ -1,4 +1,4 @@
-"""The pages of the dashboard in a real browser: every page of five runs at three widths in both themes."""
+"""The pages of the dashboard in a real browser: every page of six runs at three widths in both themes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from made_dashboard_runs import ROOT, WrittenRun, five_runs
+from made_dashboard_runs import ROOT, WrittenRun, shown_runs
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
@@ -22,9 +22,16 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.long, pytest.mark.integration]
 
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
-RUNS = ("finished", "live", "crashed", "empty", "tools")
+RUNS = ("finished", "live", "crashed", "empty", "tools", "finished-simulated")
 PAGES = ("overview", "timeline", "decisions", "groups", "processes", "settings")
-OTHERS = ("#/", "#/compare/", "#/compare/finished,tools", "#/tools/groups/40", "#/tools/groups/40/1")
+OTHERS = (
+    "#/",
+    "#/compare/",
+    "#/compare/finished,tools",
+    "#/compare/finished,finished-simulated",
+    "#/tools/groups/40",
+    "#/tools/groups/40/1",
+)
 ADDRESSES = (*OTHERS, *(f"#/{run}/{page}" for run in RUNS for page in PAGES))
 WIDTHS = (360, 1024, 2560)
 THEMES = ("light", "dark")
@@ -58,7 +65,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WrittenRun]:
-    with five_runs(tmp_path_factory.mktemp("shown")) as run:
+    with shown_runs(tmp_path_factory.mktemp("shown")) as run:
         yield run
 
 
@@ -410,3 +417,79 @@ def test_runs_are_chosen_and_compared(open_page: Callable[..., Page], url: str) 
     page.wait_for_selector("main h2:has-text('Settings that differ')")
     assert "shop.py:Shop" in page.inner_text("section[aria-label='Settings that differ']")
     assert page.locator("main .chart:visible").count() > 5
+
+
+def test_a_simulated_run_is_marked_and_says_what_it_cannot_have(open_page: Callable[..., Page], url: str) -> None:
+    page = open_page(url)
+    row = page.locator("main tbody tr").filter(has=page.get_by_role("link", name="finished-simulated", exact=True))
+    assert "simulated" in row.locator("td.pill, .pill").all_inner_texts()
+    turn_to(page, url, "#/finished-simulated/overview")
+    page.wait_for_selector("header .pill:has-text('simulated')")
+    text = page.inner_text("main")
+    assert "Its models were fitted to finished." in text and "no texts, logs or checkpoints" in text
+    assert "X* is the most that the modelled machines allow" in text and "Is it learning?" not in text
+    turn_to(page, url, "#/finished-simulated/groups")
+    assert "A simulated run has no groups to read" in page.inner_text("main")
+    turn_to(page, url, "#/finished-simulated/processes")
+    assert "A simulated run has no processes" in page.inner_text("main")
+    turn_to(page, url, "#/finished-simulated/timeline")
+    assert "rollout-0" in page.get_attribute("canvas.lanes", "aria-label")
+
+
+def test_a_simulated_run_is_compared_with_the_run_it_was_fitted_to(open_page: Callable[..., Page], url: str) -> None:
+    page = open_page(f"{url}#/compare/finished,finished-simulated")
+    panel = page.locator("section[aria-label='Prediction and reality']")
+    assert "By penstock plan (asynchronous, 1 + 1" in panel.inner_text()
+    assert "Against the simulated run finished-simulated, which was fitted to it." in panel.inner_text()
+    first = panel.locator("tbody tr").first.inner_text().split("\t")
+    assert first == ["time of a step", "800 ms", "1 s", "1.25, more"]
+    assert page.locator("section[aria-label='Where the time went'] .bars").count() >= 4
+    assert page.locator("main .chart:visible").count() > 5
+    turn_to(page, url, "#/compare/crashed,tools")
+    assert "These runs keep no prediction" in panel.inner_text()
+
+
+def test_the_overview_has_the_plan_and_the_bound(open_page: Callable[..., Page], url: str) -> None:
+    page = open_page(f"{url}#/finished/overview")
+    panel = page.locator("section[aria-label='Prediction and reality']")
+    assert "trained answers per second\t40\t32\t0.8, less" in panel.inner_text()
+    assert "3 GiB" in panel.inner_text() and "is not recorded" in panel.inner_text()
+    throughput = page.locator(".chart").filter(has=page.get_by_role("heading", name="Throughput"))
+    assert (
+        "X* estimates the most that the same trainer and servers could do, if the busier side never waited."
+        in throughput.inner_text()
+    )
+    assert "reach 80 % of it" in throughput.inner_text() and "X* for trained, estimated" in throughput.inner_text()
+    turn_to(page, url, "#/tools/overview")
+    assert not panel.is_visible()
+
+
+def test_the_staleness_of_the_latest_steps_is_a_histogram(open_page: Callable[..., Page], url: str) -> None:
+    page = open_page(f"{url}#/finished/overview")
+    canvas = page.locator("canvas.histogram")
+    assert canvas.get_attribute("aria-label") == (
+        "Staleness of the latest steps. 0: 53 %, 1: 43 %, 2: 1.3 %, masked, over 2: 2 %"
+    )
+    button = page.get_by_role("button", name="Table of Staleness of the latest steps")
+    button.focus()
+    page.keyboard.press("Enter")
+    rows = page.get_by_role("region", name="Table of Staleness of the latest steps").locator("tbody tr")
+    assert rows.first.inner_text().split("\t") == ["0", "53 %", "6,400"] and rows.count() == 4
+    assert "Steps 21 to 40. No answer was discarded as too old." in page.inner_text("main")
+
+
+def test_every_panel_is_saved_as_a_picture(open_page: Callable[..., Page], url: str) -> None:
+    page = open_page(f"{url}#/finished/overview")
+    assert saved_picture(page, "PNG of Staleness of the latest steps") == "staleness-of-the-latest-steps.png"
+    turn_to(page, url, "#/finished/timeline")
+    assert saved_picture(page, "PNG of the timeline") == "timeline-of-finished.png"
+    turn_to(page, url, "#/tokens/groups/7/0?view=tokens")
+    assert saved_picture(page, "PNG of the tokens") == "group-7-episode-0-of-tokens.png"
+
+
+def saved_picture(page: Page, name: str) -> str:
+    """Press a button that saves a picture, and return the name of the file."""
+    with page.expect_download() as saved:
+        page.get_by_role("button", name=name, exact=True).click()
+    assert saved.value.path().read_bytes().startswith(b"\x89PNG")
+    return str(saved.value.suggested_filename)

@@ -12,6 +12,7 @@ from penstock.observe import jsonl
 from penstock.observe.recorder import MAX_REASONS, OTHER_REASONS, Recorder
 from penstock.observe.summary import read_steps, surviving
 from penstock.observe.view import Plan, RunView
+from penstock.ports.training import LAGS
 from penstock.types import EpisodeId, LearnerState, Task
 
 
@@ -98,6 +99,27 @@ def test_changes_of_settings_are_recorded_with_prediction_and_verdict(tmp_path: 
         {**changed, "policy_version": 9, "changes": undone, "reason": "undone", "prediction": {}},
         {"time": 0.0, "event": "judged", "promised": 1.2, "measured": 1.1, "reason": "kept"},
     ]
+
+
+def test_tokens_by_lag_are_one_value_with_the_lags_that_occur(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    lags = dict.fromkeys(LAGS, 0.0) | {LAGS[0]: 30.0, LAGS[2]: 10.0}
+    recorder.stepped(1, LearnerState(policy_version=1, entropy=1.0, metrics={**lags, "staleness_mean": 0.5}), {}, {})
+    recorder.close()
+    (line,) = read_steps(tmp_path)
+    assert line["staleness_tokens"] == {"0": 30.0, "2": 10.0} and line["staleness_mean"] == 0.5
+    assert not set(LAGS) & line.keys()
+
+
+def test_records_have_the_times_of_the_given_clocks(tmp_path: Path) -> None:
+    at = 100.0
+    recorder = Recorder(tmp_path, now=lambda: 1e9 + at, steady=lambda: at)
+    at = 107.0
+    recorder.event("tasks", total=4)
+    step(recorder, 1)
+    recorder.close()
+    (line,), (event,) = read_steps(tmp_path), jsonl.read(tmp_path / "events.jsonl")
+    assert (line["time"], line["wall_s"], event["time"]) == (1e9 + 107.0, 7.0, 1e9 + 107.0)
 
 
 def test_what_environment_workers_count_goes_on_too(tmp_path: Path) -> None:

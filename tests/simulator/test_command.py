@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from penstock.cli.main import app
 from penstock.config import Config
+from penstock.observe import jsonl
 
 SMALL = {
     "env": {"group_size": 4},
@@ -45,7 +46,24 @@ def test_a_table_json_and_a_picture(path: Path, tmp_path: Path) -> None:
     ]
     for text in ("asynchronous", "one_step_off", str(directory / "results.json")):
         assert text in result.stdout
-    assert penstock("runs", "--runs-dir", tmp_path / "runs").exit_code == 0
+    listed = penstock("runs", "--runs-dir", tmp_path / "runs").stdout
+    assert listed.count("(simulated)") == 3 and "first-simulated-one_step_off" in listed
+
+
+def test_a_simulated_run_can_be_made_again_and_never_replaces_a_real_one(path: Path, tmp_path: Path) -> None:
+    words = ["run_id=mine", "simulator.strategies=[configured]"]
+    run_dir = tmp_path / "runs" / "mine-simulated"
+    for _ in range(2):
+        result = penstock("simulate", path, *words)
+        assert result.exit_code == 0 and str(run_dir) in result.stdout, result.output
+    assert len(jsonl.read(run_dir / "metrics.jsonl")) == 4
+    refused = penstock("resume", "mine-simulated", "--runs-dir", tmp_path / "runs")
+    assert refused.exit_code == 1 and "was simulated, so there is nothing to resume" in refused.stderr
+    shown = penstock("status", "mine-simulated", "--runs-dir", tmp_path / "runs")
+    assert shown.exit_code == 0 and "configured" in shown.stdout and "penstock resume" not in shown.stdout
+    (run_dir / "state.json").write_text("{}")
+    real = penstock("simulate", path, *words)
+    assert real.exit_code == 2 and "holds a run that was not simulated" in real.stderr
 
 
 def test_files_go_where_they_are_told(path: Path, tmp_path: Path) -> None:
@@ -80,6 +98,8 @@ def test_nothing_to_learn_is_said_not_traced(path: Path) -> None:
     words = ["simulator.workload.reward_probability=0.0", "scheduler.max_filtered_in_a_row=50"]
     result = penstock("simulate", path, *words)
     assert result.exit_code == 1 and "groups in a row were filtered" in result.stderr
+    (state,) = (json.loads(found.read_text()) for found in path.parent.glob("runs/*-simulated-synchronous/state.json"))
+    assert state["status"] == "failed" and "groups in a row were filtered" in state["error"]
 
 
 def test_either_a_configuration_or_a_run(path: Path) -> None:
@@ -97,6 +117,9 @@ def test_calibration_prints_what_to_paste(run_dir: Path, tmp_path: Path) -> None
     assert set(json.loads((tmp_path / "fit.json").read_text())) == {
         *("measured", "predicted", "error", "caveat", "simulator"),
     }
+    simulated = run_dir.parent / f"{run_dir.name}-simulated"
+    assert str(simulated) in result.stderr
+    assert json.loads((simulated / "state.json").read_text())["simulated"]["fitted_to"] == run_dir.name
     missing = penstock("simulate", "--calibrate", tmp_path / "nowhere")
     assert missing.exit_code == 1 and "no run named" in missing.stderr
     (tmp_path / "empty").mkdir()

@@ -67,6 +67,12 @@ def test_the_command_writes_a_configuration_to_start_from(tmp_path: Path) -> Non
     if found["strategy"] in APART:
         assert config.rollout.num_servers == found["servers"]
         assert config.rollout.num_servers + config.simulator.trainer_devices == 4
+    predicted = json.loads((tmp_path / "mine-plan" / "prediction.json").read_text())
+    assert predicted["by"] == "penstock plan" and predicted["about"] == found["name"]
+    assert predicted["bound"]["share"] == pytest.approx(
+        predicted["figures"]["samples_per_s"] / predicted["bound"]["samples_per_s"], rel=0.1
+    )
+    assert all(value is not None and value >= 0 for value in predicted["figures"].values())
     assert (tmp_path / "mine-plan" / "plan.png").stat().st_size > 10_000
     for wrong in (["--accelerators", "1"], ["--accelerators", "4", "--price", "-1"]):
         refused = subprocess.run([*command[:-2], *wrong], capture_output=True, text=True)

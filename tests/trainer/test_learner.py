@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
+from penstock.ports.training import LAGS
 from penstock.samples import Sample
 from penstock.ticks import heard_by
 from penstock.trainer.critic import whitened
@@ -33,6 +34,7 @@ METRICS = {
     *("ess", "sample_ess", "kl_reference", "mastered_fraction", "parity_gap_max", "tokens_masked_segments"),
     "tokens_masked_foreign",
     "tokens_replayed",
+    *LAGS,
 }
 
 
@@ -349,6 +351,7 @@ def test_stale_tokens_are_counted_and_leave_no_trace(make_model: MakeModel) -> N
     metrics = learner.step().metrics
     assert metrics["staleness_max"] == 2
     assert metrics["staleness_mean"] == pytest.approx((1 + 0 + 1 + 0 + 2) / 5)
+    assert [metrics[name] for name in LAGS] == [2, 2, 1] + [0] * (len(LAGS) - 3)
     assert metrics["kl_tokens"] == 0, "every sample begins with a token of an older version"
 
     mask = stale.loss_mask.copy()

@@ -73,14 +73,16 @@ def show_memory(config: Config) -> None:
         print(conclusion(plan), file=sys.stderr)
 
 
-def check_memory(config: Config) -> None:
-    """Check that the run's tensors fit into the memory of this machine's devices. Raises `Refused`."""
+def check_memory(config: Config) -> dict[str, Any] | None:
+    """Check that the run's tensors fit into the memory of this machine's devices. Return the plan of a large model, or
+    None for a small one. Raises `Refused`."""
     if config.cluster.address is not None or (plan := _plan_of_large(config)) is None:
-        return
+        return None
     if plan["tensors"] > plan["capacity"]:
         largest = max(plan["needs"], key=lambda need: need["total"])
         parts = ", ".join(f"{name} {_gib(size)}" for name, size in largest["parts"].items())
         raise Refused(f"{largest['who']} ({parts} GiB): {conclusion(plan)} `penstock plan` shows all of it")
+    return plan
 
 
 def _plan_of_large(config: Config) -> dict[str, Any] | None:

@@ -84,7 +84,8 @@ def table(runs: list[dict[str, Any]]) -> Table:
         status = Text(run["status"], STYLES.get(run["status"], ""))
         steps = f"{run['step']}/{run['steps'] or '?'}" if run["step"] else "-"
         times = (moment(run["started"]), clock(run["wall_seconds"]))
-        table.add_row(run["run_id"], status, run["environment"] or "-", *times, steps, number(run["reward"]))
+        environment = f"{run['environment'] or '-'}{' (simulated)' if run['simulated'] else ''}"
+        table.add_row(run["run_id"], status, environment, *times, steps, number(run["reward"]))
     return table
 
 

@@ -19,7 +19,7 @@ from penstock.observe.jsonl import write_json
 from penstock.observe.tables import open_console
 from penstock.own_files import check_own_directory
 from penstock.simulator import table
-from penstock.simulator.prediction import Report, Watch, predict
+from penstock.simulator.prediction import Records, Report, Watch, predict
 from penstock.supervisor.run_directory import new_run_id, publishable
 
 
@@ -27,13 +27,17 @@ from penstock.supervisor.run_directory import new_run_id, publishable
 def simulate(path: Path, overrides: Sequence[str], *, json: Path | None, plot: Path | None) -> int:
     """Simulate a configuration and return the exit code."""
     config = load_config(path, overrides)
+    run_id = config.run_id or new_run_id()
+    records = None if json and plot else Records(runs_dir=Path(config.runs_dir).absolute(), run_id=run_id)
     with show_progress(is_wanted=config.observe.progress) as watch:
-        report = predict(config, watch=watch)
+        report = predict(config, watch=watch, records=records)
     console = open_console()
     console.print(table.table(report))
     if (makespans := table.makespans(report)) is not None:
         console.print(makespans)
-    write_results(report, config, json=json, plot=plot)
+    write_results(report, config.model_copy(update={"run_id": run_id}), json=json, plot=plot)
+    if records is not None:
+        print(f"runs    {records.runs_dir / records.run_id}-simulated*, which `penstock dashboard` shows")
     return 0
 
 
@@ -46,6 +50,8 @@ def calibrate(run_dir: Path, *, json: Path | None) -> int:
     open_console().print(table.comparison(found))
     if found.caveat is not None:
         print(f"note: {found.caveat}", file=sys.stderr)
+    predict(found.config, records=Records(runs_dir=run_dir.parent, run_id=run_dir.name, fitted_to=run_dir.name))
+    print(f"simulated run {run_dir}-simulated: compare it with {run_dir.name} in `penstock dashboard`", file=sys.stderr)
     settings = {"simulator": found.config.simulator.model_dump(mode="json", exclude_defaults=True)}
     sys.stdout.write(yaml.safe_dump(settings, sort_keys=False))
     if json is not None:

@@ -54,6 +54,7 @@ def _headline(status: Document) -> Table:
             ("run", Text(status["run_id"], style="bold")),
             ("status", Text.assemble((status["status"], STYLES.get(status["status"], "")), (reason, "dim"))),
             ("environment", str(status["environment"] or "-")),
+            *([("simulated", Text(visible(str(status["simulated"].get("strategy")))))] if status["simulated"] else []),
             ("started", f"{moment(status['started'])}, {clock(status['wall_seconds'])} of wall time"),
             ("files", status["run_dir"]),
             *([("metrics", Text(visible(status["metrics_url"])))] if status["metrics_url"] else []),

@@ -14,9 +14,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -77,7 +78,7 @@ def begin(
         show_memory(config)
         return 0
     check(config)
-    check_memory(config)
+    memory = check_memory(config)
     if pipeline != "train" and config.model_name == "tiny" and not config.uses_given_weights:
         print(UNTRAINED, file=sys.stderr)
     run_id = config.run_id or run_directory.new_run_id()
@@ -90,7 +91,19 @@ def begin(
         reserving(config) as resources,
         run_directory.open_run(config) as run,
     ):
+        if pipeline == "train":
+            keep_prediction(run.run_dir, config_file=path, memory=memory)
         return conclude(run, carry_out(run, resources), results)
+
+
+def keep_prediction(run_dir: Path, *, config_file: Path, memory: Mapping[str, Any] | None) -> None:
+    """Keep in the run directory what `penstock plan` or `penstock simulate` predicted of a configuration that it wrote,
+    and the plan of the run's memory."""
+    found = jsonl.read_json(config_file.parent / summary.PREDICTION)
+    if memory is not None:
+        found["memory"] = [{key: need[key] for key in ("who", "count", "total")} for need in memory["needs"]]
+    if found:
+        jsonl.write_json(run_dir / summary.PREDICTION, found)
 
 
 def shown_if(dashboard: bool, run_dir: Path) -> AbstractContextManager[None]:

@@ -27,8 +27,9 @@ def balance(progress: Mapping[str, Any]) -> str | None:
 
 
 def bound(progress: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the throughput, and an estimate of the most that the same trainer and servers could do: the throughput if
-    the busier of the two never waited. None before it is known.
+    """Return the throughput, and an estimate of X*, the most that the same trainer and servers could do: the throughput
+    if the busier of the two never waited; if they take turns on the same devices, if one of them always worked. None
+    before it is known.
 
     `share`: throughput / bound. A server counts as busy with few answers in it too, so the real bound can be higher.
     """
@@ -36,7 +37,7 @@ def bound(progress: Mapping[str, Any]) -> dict[str, float] | None:
     tokens = progress.get("tokens_trained_per_second")
     if trainer is None or servers is None or not tokens:
         return None
-    busiest = min(max(trainer, servers), 1.0)
+    busiest = min(trainer + servers if progress.get("takes_turns") else max(trainer, servers), 1.0)
     if busiest <= 0:
         return None
     return {"tokens_trained_per_second": tokens, "bound": tokens / busiest, "share": busiest}

@@ -19,7 +19,7 @@ Stamps = tuple[tuple[int, int, int] | None, ...]
 RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@ -]{0,199}")
 EVENTS_BYTES = 4 << 20
 """Bytes at the end of the events in which the latest held-out reward is looked for."""
-KEPT = ("status", "environment", "pipeline", "started", "wall_seconds", "step", "steps", "reward")
+KEPT = ("status", "environment", "pipeline", "simulated", "started", "wall_seconds", "step", "steps", "reward")
 READ = ("state.json", "config.yaml", "metrics.jsonl", "events.jsonl")
 """Files that a row is made of."""
 

@@ -34,6 +34,7 @@ from penstock.dashboard.groups import MAX_ROWS, BadQuery, UnknownGroup
 from penstock.dashboard.live import Hubs, encoded, in_thread
 from penstock.dashboard.log_pages import log_page
 from penstock.dashboard.opened_run import MOST_SERIES, OpenedRun, OpenedRuns, partly
+from penstock.dashboard.predictions import measured, prediction_of
 from penstock.dashboard.renderers import RendererError, Renderers, rendered
 from penstock.dashboard.served_runs import ServedRuns
 from penstock.dashboard.trajectory_pages import UnknownEpisode
@@ -111,6 +112,7 @@ class Dashboard:
             "/names": self.names,
             "/series": self.series,
             "/evaluations": self.evaluations,
+            "/prediction": self.prediction,
             "/timeline": self.timeline,
             "/decisions": self.decisions,
             "/adaptations": self.adaptations,
@@ -198,6 +200,13 @@ class Dashboard:
     def adaptations(self, request: Request) -> Response:
         """Answer the changes of settings that controllers made."""
         return JsonResponse({"adaptations": self.open(request).events.adaptations()})
+
+    def prediction(self, request: Request) -> Response:
+        """Answer what a simulation predicted of the run, and what the run has measured."""
+        run = self.open(request)
+        run.catch_up()
+        found = {"prediction": prediction_of(run.run_dir), "measured": measured(run.metrics)}
+        return JsonResponse(found | partly(run.metrics.indexed))
 
     def timeline(self, request: Request) -> Response:
         """Answer the spans of a window of time."""

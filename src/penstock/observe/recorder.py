@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from penstock.observe.log_lines import Paced, pairs
 from penstock.observe.summary import PLAYED, deviation, mean
 from penstock.ports.group_records import GroupRecord
 from penstock.ports.observer import BusySpan, Observer, Scheduling
+from penstock.ports.training import LAGS
 from penstock.types import NO_VERSION, EpisodeState, EpisodeSummary, LearnerState, Summaries, Task, WeightsTransport
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,11 @@ class Recorder(Observer):
     """Collects figures between steps and writes them at steps. Running totals continue from the end of the file. All
     times are seconds since the epoch."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(
+        self, run_dir: Path, *, now: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`now`: the clock of the records, in seconds since the epoch. `steady`: a clock that never jumps."""
+        self._now, self._steady = now, steady
         lines = jsonl.tail(run_dir / "metrics.jsonl", LAST_LINE_BYTES)
         self._results_path = run_dir / PLAYED
         self._before: Mapping[str, Any] = {**(lines[-1] if lines else {}), **jsonl.read_json(self._results_path)}
@@ -93,7 +98,7 @@ class Recorder(Observer):
         """Number of events under this recorder, by name."""
         self._latest_step: int | None = self._before.get("step")
         self._step_log = Paced(logger)
-        self._opened = self._logged_at = time.monotonic()
+        self._opened = self._logged_at = steady()
         self._logged_tokens = self._before.get("tokens_generated_total", 0.0)
         names = ("metrics.jsonl", "events.jsonl", "timeline.jsonl")
         self._metrics, self._events, self._timeline = (JsonLinesWriter(run_dir / name) for name in names)
@@ -127,7 +132,7 @@ class Recorder(Observer):
             level = logging.WARNING if event in WARNINGS else logging.INFO
             logger.log(level, "%s: %s", event, pairs(details))
         self.num_events[event] += 1
-        self._events.write({"time": time.time(), "event": event, **details})
+        self._events.write({"time": self._now(), "event": event, **details})
 
     def updated(self, num_servers: Mapping[WeightsTransport, int]) -> None:
         self._updated = num_servers
@@ -153,7 +158,7 @@ class Recorder(Observer):
                 self.event("judged", promised=promised, measured=measured, reason=reason)
             case {"held_out": num_tasks, "held_out_ended": num_ended}:
                 self._held_out = {"ended": num_ended, "tasks": num_tasks}
-        self._timeline.write({"kind": "decision", "decider": decider, "time": time.time(), "reason": reason, **inputs})
+        self._timeline.write({"kind": "decision", "decider": decider, "time": self._now(), "reason": reason, **inputs})
 
     def _adapted(self, reason: str, changes: Mapping[str, Any], version: int, inputs: Mapping[str, Any]) -> None:
         """Record changed settings with the figures of the prediction, or that a change was undone with its verdict."""
@@ -177,7 +182,7 @@ class Recorder(Observer):
         self, name: str, *, cpu_s: float, busy_s: float, counters: Mapping[str, float], spans: Sequence[BusySpan]
     ) -> None:
         process = self.processes.setdefault(name, Process(name))
-        process.heard_at = time.time()
+        process.heard_at = self._now()
         process.cpu_s += cpu_s
         process.busy_s += busy_s
         process.counters.update(counters)
@@ -187,7 +192,7 @@ class Recorder(Observer):
                 self.event("alarm", reason=reason)
         for span in spans:
             self._timeline.write(asdict(span))
-        if time.monotonic() - self._results_written_at >= RESULTS_EVERY_S:
+        if self._steady() - self._results_written_at >= RESULTS_EVERY_S:
             self._write_results()
 
     @property
@@ -223,7 +228,7 @@ class Recorder(Observer):
 
     def _write_results(self) -> None:
         """Write the document of results so far, if it has changed."""
-        self._results_written_at = time.monotonic()
+        self._results_written_at = self._steady()
         results = {
             "episodes_total": self._totals["episodes_total"],
             "groups_dropped": dict(self._dropped),
@@ -251,7 +256,8 @@ class Recorder(Observer):
 
     def stepped(self, step: int, learner: LearnerState, ledger: Mapping[str, int], scheduling: Scheduling) -> None:
         """Write the line of a step."""
-        measured: dict[str, float | None] = {k: v for k, v in learner.metrics.items() if k not in ("tokens", "busy_s")}
+        left_out = ("tokens", "busy_s", *LAGS)
+        measured: dict[str, float | None] = {k: v for k, v in learner.metrics.items() if k not in left_out}
         if not learner.metrics.get("kl_tokens"):
             measured["kl_engine_trainer"] = None  # this step trained no token of the current version
         trained, masked = self._totals["tokens_trained_total"], self._totals["tokens_masked_total"]
@@ -264,6 +270,9 @@ class Recorder(Observer):
             "tokens_masked_share": masked / max(trained + masked, 1.0),
             "entropy": learner.entropy,
             **measured,
+            "staleness_tokens": {
+                str(lag): number for lag, name in enumerate(LAGS) if (number := learner.metrics.get(name))
+            },
             **self._with_earlier_lives({"trainer_busy_s": sum(each.busy_s for each in trainers)}),
             "num_trainers": len(trainers),
             **scheduling,
@@ -291,7 +300,7 @@ class Recorder(Observer):
             figures |= {f"{name}/{tag}": value for name, value in _figures(episodes).items()}
         return {
             "step": step,
-            "time": time.time(),
+            "time": self._now(),
             "policy_version": self._newest_version,
             "episodes_total": self._totals["episodes_total"],
             **figures,
@@ -307,7 +316,7 @@ class Recorder(Observer):
         """Return sums over all processes and all lives of the run, up to this moment."""
         servers, workers = self._of("rollout"), self._of("env")
         sums = {
-            "wall_s": time.monotonic() - self._opened,
+            "wall_s": self._steady() - self._opened,
             "tokens_generated_total": sum(each.counters["tokens"] for each in servers),
             **{f"{name}_total": sum(each.counters[name] for each in workers) for name in COUNTED_BY_WORKERS},
             "generator_busy_s": sum(each.busy_s for each in servers),
@@ -333,7 +342,7 @@ class Recorder(Observer):
         self._evaluated.clear()
 
     def _log_step(self, line: Mapping[str, Any]) -> None:
-        now, tokens = time.monotonic(), line["tokens_generated_total"]
+        now, tokens = self._steady(), line["tokens_generated_total"]
         speed = {"tokens_per_s": (tokens - self._logged_tokens) / max(now - self._logged_at, 1e-9)}
         figures = {name: line.get(name) for name in LOGGED}
         if self._step_log.info(f"step {line['step']}: {pairs({**figures, **speed})}"):

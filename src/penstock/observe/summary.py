@@ -20,6 +20,8 @@ EVALUATION = "evaluation.json"
 """File with the results of a run that only evaluates."""
 PLAYED = "played.json"
 """File with the results so far, also updated before and between steps. Its totals cover all lives of a run."""
+PREDICTION = "prediction.json"
+"""File with what a simulation predicted of the run; missing if none was made before it."""
 
 
 def write(run_dir: Path) -> Record:

@@ -33,6 +33,8 @@ class Plan:
     num_warm_start_steps: int = 0
     num_eval_tasks: int = 0
     max_staleness: int | None = None
+    takes_turns: bool = False
+    """Whether generation and training take turns on the same devices."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -45,6 +47,7 @@ class Plan:
             num_warm_start_steps=config.model.warm_start.steps,
             num_eval_tasks=num_held_out,
             max_staleness=config.scheduler.max_staleness,
+            takes_turns=config.scheduler.mode == "colocated",
         )
 
 
@@ -234,6 +237,7 @@ class RunView:
             "staleness_max": latest.get("staleness_max"),
             "trainer_busy_fraction": busy_fraction(self.recent, "trainer_busy_s", "num_trainers"),
             "generator_busy_fraction": busy_fraction(self.recent, "generator_busy_s", "num_servers"),
+            "takes_turns": self.plan.takes_turns,
             "eta_seconds": (self.plan.num_steps - self.step) / steps_per_s if steps_per_s and self.advances else None,
             "last_step_at": latest.get("time"),
         }

@@ -11,6 +11,10 @@ import msgspec
 from penstock.types import GroupRef, LearnerState, WeightsHandle
 from penstock.version_history import VersionHistory
 
+LAGS = tuple(f"tokens_of_lag_{lag}" for lag in range(16))
+"""Metrics of an optimizer step: its trained tokens by staleness in policy versions. The last one has all older tokens
+too."""
+
 
 class TrainerLost(RuntimeError):
     """The trainer died, and lost its unsaved state. Its successor is starting."""

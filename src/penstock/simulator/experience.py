@@ -51,14 +51,18 @@ class Experience:
     """Finished groups until they are trained or dropped. `add_group` takes the generate calls that the workers left
     under `pieces`."""
 
-    def __init__(self, *, max_staleness: int) -> None:
-        self._max_staleness = max_staleness
+    def __init__(self, *, max_staleness: int, counts_lags: bool = False) -> None:
+        """`counts_lags`: whether trained tokens are counted by their staleness, which takes some time."""
+        self._max_staleness, self._counts_lags = max_staleness, counts_lags
         self._held: dict[int, Held] = {}
         self.pieces: dict[int, Pieces] = {}
         self.played_lengths, self.trained_lengths = array("l"), array("l")
         self.staleness: Counter[int] = Counter()
         """Number of trained episodes, by staleness: the version being trained - the version of the oldest token that is
         trained."""
+        self.lags: Counter[int] = Counter()
+        """Number of trained tokens by staleness, if they are counted."""
+        self._lags_before: Counter[int] = Counter()
         self.tokens: Counter[str] = Counter()
         """Response tokens by their fate: trained, masked, or the final state of their group."""
         self.num_samples = self.num_groups = self.num_filtered = 0
@@ -98,17 +102,35 @@ class Experience:
         self.trained_lengths.extend(lengths)
         for made in set(oldest) - {NO_VERSION}:
             self.staleness[min(version - made, self._max_staleness)] += oldest.count(made)
+        if self._counts_lags:
+            self._count_lags(ref.episodes, held, oldest, lengths, version)
         oldest_allowed, masked = version - self._max_staleness, 0
         if min(oldest, default=version) < oldest_allowed:
             for member, made in zip(ref.episodes, oldest, strict=True):
                 if NO_VERSION != made < oldest_allowed:
-                    pieces = [(held.pieces, member)] if isinstance(held.pieces, Request) else held.pieces[member]
-                    masked += sum(request.num_older(sequence, oldest_allowed) for request, sequence in pieces)
+                    masked += _num_older(held.pieces, member, oldest_allowed)
         self.num_samples += len(ref.episodes)
         self.tokens["trained"] += response - masked
         self.tokens["masked"] += masked
         self.tokens[EpisodeState.DISCARDED_STALE] += whole - response
         return Cost(whole + held.prompt_tokens, response, masked)
+
+    def _count_lags(
+        self, members: Sequence[int], held: Held, oldest: Sequence[int], lengths: Sequence[int], version: int
+    ) -> None:
+        """Count the trained tokens of `members` by staleness."""
+        for member, made, length in zip(members, oldest, lengths, strict=True):
+            newer = length
+            for lag in range(min(version - made, self._max_staleness) + 1 if made != NO_VERSION else 0):
+                older = _num_older(held.pieces, member, version - lag) if version - lag > made else 0
+                self.lags[lag] += newer - older
+                newer = older
+
+    def take_lags(self) -> Counter[int]:
+        """Return the number of tokens by staleness that were trained since the last call."""
+        found = self.lags - self._lags_before
+        self._lags_before = self.lags.copy()
+        return found
 
     def revive_groups(self, groups: Sequence[int]) -> None:
         """Do nothing. Never called, because a simulation loses no data."""
@@ -145,3 +167,9 @@ class Experience:
 
     def close(self) -> None:
         """Do nothing: no file is open."""
+
+
+def _num_older(pieces: Pieces, member: int, version: int) -> int:
+    """Return how many tokens of a member come from versions before `version`."""
+    own = [(pieces, member)] if isinstance(pieces, Request) else pieces[member]
+    return sum(request.num_older(sequence, version) for request, sequence in own)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
 
 from penstock.config import EngineModelConfig
+from penstock.simulator.activity import Activity
 from penstock.simulator.server_model import Request, ServerModel, Totals
 from penstock.types import WeightsHandle, WeightsTransport
 
@@ -32,6 +33,8 @@ class Fleet:
         self.served_at: list[float] = []
         """Times at which all servers had the new weights."""
         self._number = {server: number for number, server in enumerate(self._servers)}
+        self.activity: Activity | None = None
+        """What is told when servers generate, pause and rest; None in a run without records."""
 
     def submit(self, request: Request) -> None:
         """Generate on the server with the fewest sequences."""
@@ -52,7 +55,10 @@ class Fleet:
             if request.server is not None:
                 by_server.setdefault(self._number[request.server], set()).add(request)
         for number, mine in by_server.items():
-            generated += self._servers[number].cancel(mine, self._loop.time())
+            num_tokens = self._servers[number].cancel(mine, self._loop.time())
+            generated += num_tokens
+            if self.activity is not None:
+                self.activity.num_tokens[number] += num_tokens
             self._change_load(number, -sum(len(request.lengths) for request in mine))
             self._touch(number)
         return generated
@@ -61,6 +67,8 @@ class Fleet:
         """Update all servers; each pauses at its own next step boundary."""
         now = self._loop.time()
         ends = [server.update(handle.policy_version, now, self._model.update_s) for server in self._servers]
+        if self.activity is not None:
+            self.activity.update_weights(handle.policy_version, ends, self._model.update_s)
         await self._until(max(ends))
         self.served_at.append(self._loop.time())
         return {"shared_memory": len(self._servers)}
@@ -143,6 +151,8 @@ class Fleet:
         """Report the complete requests of a server."""
         self._armed[number] = None
         complete = self._servers[number].take()
+        if self.activity is not None:
+            self.activity.num_tokens[number] += sum(sum(request.generated) for request in complete)
         self._change_load(number, -sum(len(request.lengths) for request in complete))
         self._touch(number)
         for request in complete:
@@ -150,6 +160,8 @@ class Fleet:
 
     def _change_load(self, number: int, change: int) -> None:
         self._load[number] += change
+        if self.activity is not None:
+            self.activity.change_load(number, self._load[number], self._loop.time())
         heappush(self._by_load, (self._load[number], number))
         if len(self._by_load) > 16 * len(self._load) + 1024:
             self._by_load = [(load, server) for server, load in enumerate(self._load)]

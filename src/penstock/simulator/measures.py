@@ -43,6 +43,8 @@ class Measures:
     staleness_max: int
     staleness_histogram: dict[int, int]
     """Number of trained episodes, by the age of their oldest token in policy versions."""
+    token_staleness_mean: float | None
+    """Mean age of all trained tokens; None if it was not counted."""
     wait_p50_s: float
     """Waiting time between a group's admission and its start."""
     wait_p99_s: float
@@ -182,7 +184,14 @@ def _staleness(run: Simulation) -> dict[str, Any]:
     histogram = dict(sorted(run.experience.staleness.items()))
     number = max(sum(histogram.values()), 1)
     mean = sum(age * count for age, count in histogram.items()) / number
-    return {"staleness_mean": mean, "staleness_max": max(histogram, default=0), "staleness_histogram": histogram}
+    lags = run.experience.lags
+    of_tokens = sum(lag * count for lag, count in lags.items()) / max(lags.total(), 1)
+    return {
+        "staleness_mean": mean,
+        "staleness_max": max(histogram, default=0),
+        "staleness_histogram": histogram,
+        "token_staleness_mean": of_tokens if lags else None,
+    }
 
 
 def _waits(waits: Sequence[float]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from penstock.config import Config, ConfigError
 from penstock.config.simulated_cluster import Strategy
 from penstock.config.tunable import movable, settings_of, with_settings
+from penstock.simulator.forecast import forecast
 from penstock.simulator.measures import Measures, measure
 from penstock.simulator.prediction import Watch
 from penstock.simulator.search import Search, slice_of
@@ -80,10 +81,18 @@ class Option:
         devices = self.servers if self.shares_devices else self.servers + self.trainer_devices
         return 1000 * devices * price / 3600 / self.samples_per_s
 
+    @property
+    def name(self) -> str:
+        return f"{self.strategy}, {self.split}"
+
+    def forecast(self) -> dict[str, Any]:
+        """Return what is predicted of a run that begins with this option."""
+        return forecast(self.runs, by="penstock plan", about=self.name, shares_devices=self.shares_devices)
+
     def plain(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {
-            "name": f"{self.strategy}, {self.split}",
+            "name": self.name,
             "strategy": self.strategy,
             "servers": self.servers,
             "trainer_devices": self.trainer_devices,
@@ -176,7 +185,8 @@ def _measured(config: Config, seed: int, *, shared: bool) -> Measures:
     """Simulate a slice of the cluster, and return the figures of the whole."""
     part, num_parts = slice_of(config)
     workload = open_workload(config.simulator.workload, group_size=config.env.num_members, seed=seed)
-    found = measure(simulate(part, workload, seed=seed), workload, shares_devices=shared)
+    run = simulate(part, workload, seed=seed, counts_lags=True)
+    found = measure(run, workload, shares_devices=shared)
     whole = {name: value * num_parts for name, value in asdict(found).items() if name in PER_CLUSTER}
     return Measures(**{**asdict(found), **whole})
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean, stdev
 
 from penstock.config import Config, ConfigError
+from penstock.observe.jsonl import write_json
+from penstock.observe.summary import PREDICTION
+from penstock.simulator import run_record
+from penstock.simulator.forecast import forecast
 from penstock.simulator.measures import Measures, measure
 from penstock.simulator.model_searcher import ModelSearcher
-from penstock.simulator.simulated_run import simulate
+from penstock.simulator.simulated_run import Recorded, simulate
 from penstock.simulator.strategies import Combination, closed_set, combinations
 from penstock.simulator.trace import open_workload
 from penstock.simulator.workload import Workload
@@ -73,8 +78,24 @@ class Report:
         return {**asdict(self), "results": [result.plain() for result in self.results]}
 
 
-def predict(config: Config, *, watch: Watch = lambda name, step, steps: None) -> Report:
-    """Simulate everything that `config.simulator` asks for. Raises `ConfigError` before anything runs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Records:
+    """Where simulated runs leave their files: a run directory for each combination, with its first seed."""
+
+    runs_dir: Path
+    run_id: str
+    fitted_to: str | None = None
+    """Id of the run that the models were fitted to."""
+
+    def run_dir(self, combination: Combination) -> Path:
+        """Return the directory of a combination's run."""
+        strategy = "" if combination.strategy == "configured" else f"-{combination.name.replace(' ', '-')}"
+        return self.runs_dir / f"{self.run_id}-simulated{strategy}"
+
+
+def predict(config: Config, *, watch: Watch = lambda name, step, steps: None, records: Records | None = None) -> Report:
+    """Simulate everything that `config.simulator` asks for. `records`: where the runs leave their files, if they do.
+    Raises `ConfigError` before anything runs."""
     if config.env.mixture:
         raise ConfigError(
             "env.mixture: a simulation has one kind of episode, which simulator.workload describes: simulate a "
@@ -83,7 +104,7 @@ def predict(config: Config, *, watch: Watch = lambda name, step, steps: None) ->
     seeds = [config.seed + number for number in range(config.simulator.seeds)]
     workloads = {seed: _open(config, seed) for seed in seeds}
     chosen = combinations(config, workloads[seeds[0]])
-    results = tuple(_simulate_all(combination, workloads, watch) for combination in chosen)
+    results = tuple(_simulate_all(combination, workloads, watch, records) for combination in chosen)
     return Report(results=results, makespans=_makespans(config, workloads, watch))
 
 
@@ -96,11 +117,13 @@ def _open(config: Config, seed: int) -> Workload:
     return workload
 
 
-def _simulate_all(combination: Combination, workloads: dict[int, Workload], watch: Watch) -> Result:
+def _simulate_all(
+    combination: Combination, workloads: dict[int, Workload], watch: Watch, records: Records | None
+) -> Result:
     runs = []
     for number, (seed, workload) in enumerate(workloads.items(), start=1):
         name = combination.name + (f", seed {number} of {len(workloads)}" if len(workloads) > 1 else "")
-        runs.append(_simulate_one(combination, workload, seed, name, watch))
+        runs.append(_simulate_one(combination, workload, seed, name, watch, records if number == 1 else None))
     return Result(
         name=combination.name,
         strategy=combination.strategy,
@@ -110,13 +133,50 @@ def _simulate_all(combination: Combination, workloads: dict[int, Workload], watc
     )
 
 
-def _simulate_one(combination: Combination, workload: Workload, seed: int, name: str, watch: Watch) -> Measures:
-    steps = combination.config.trainer.steps
+def _simulate_one(
+    combination: Combination, workload: Workload, seed: int, name: str, watch: Watch, records: Records | None
+) -> Measures:
+    config, steps = combination.config, combination.config.trainer.steps
     watch(name, 0, steps)
-    config = combination.config
     searcher = ModelSearcher(config) if config.scheduler.tuning.mode == "auto" else None
-    run = simulate(config, workload, seed=seed, progress=lambda step: watch(name, step, steps), searcher=searcher)
-    return measure(run, workload, shares_devices=combination.shares_devices)
+
+    def run(recorded: Recorded | None) -> Measures:
+        done = simulate(
+            config,
+            workload,
+            seed=seed,
+            progress=lambda step: watch(name, step, steps),
+            searcher=searcher,
+            counts_lags=recorded is not None,
+            recorded=recorded,
+        )
+        return measure(done, workload, shares_devices=combination.shares_devices)
+
+    return run(None) if records is None else _recorded(combination, records, run)
+
+
+def _recorded(combination: Combination, records: Records, run: Callable[[Recorded], Measures]) -> Measures:
+    """Simulate a run that leaves its files behind, and return its figures."""
+    run_dir = records.run_dir(combination)
+    begun = run_record.begin(run_dir, combination.config, strategy=combination.name, fitted_to=records.fitted_to)
+    try:
+        found = run(Recorded(run_dir, begun))
+    except BaseException as error:
+        run_record.end(run_dir, simulated_s=0.0, error=_cause(error))
+        raise
+    predicted = forecast(
+        [found], by="penstock simulate", about=combination.name, shares_devices=combination.shares_devices
+    )
+    write_json(run_dir / PREDICTION, predicted)
+    run_record.end(run_dir, simulated_s=found.simulated_s)
+    return found
+
+
+def _cause(error: BaseException) -> str:
+    """Return the text of an error; of a group, that of its first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) or type(error).__name__
 
 
 def _makespans(config: Config, workloads: dict[int, Workload], watch: Watch) -> tuple[Makespan, ...]:

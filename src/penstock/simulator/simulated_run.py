@@ -19,6 +19,7 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.clock import run_virtual
 from penstock.simulator.experience import Experience
 from penstock.simulator.fleet import Fleet
+from penstock.simulator.run_record import RunRecord
 from penstock.simulator.server_model import Totals
 from penstock.simulator.trainer_model import TrainerModel
 from penstock.simulator.workers import FleetWorkers
@@ -31,6 +32,14 @@ WORKER, CAPACITY = "env-0", 1 << 40
 
 Progress = Callable[[int], None]
 """Called with the number of optimizer steps taken."""
+
+
+class Recorded(NamedTuple):
+    """Where a simulated run leaves its files."""
+
+    run_dir: Path
+    begun: float
+    """Time at which its clock begins, in seconds since the epoch."""
 
 
 class StepMark(NamedTuple):
@@ -61,13 +70,17 @@ class Simulation(Observer):
         num_tasks: int | None,
         progress: Progress | None,
         searcher: Searcher | None = None,
+        counts_lags: bool = False,
+        recorded: Recorded | None = None,
     ) -> None:
         now, rollout = asyncio.get_running_loop().time, config.rollout
         self.config, self._progress = config, progress
         self.fleet = Fleet(config.simulator.engine, num_servers=rollout.num_servers, num_slots=rollout.slots)
-        self.experience = Experience(max_staleness=config.scheduler.max_staleness)
+        self.experience = Experience(max_staleness=config.scheduler.max_staleness, counts_lags=counts_lags)
         self.trainer = TrainerModel(config.simulator.trainer, self.experience)
-        scheduler = Scheduler(config, now=now, log_decision=self.decision)
+        self.record = None if recorded is None else self._record(recorded)
+        recorder = self.record or self
+        scheduler = Scheduler(config, now=now, log_decision=recorder.decision)
         self.workers = FleetWorkers(
             config,
             fleet=self.fleet,
@@ -92,7 +105,7 @@ class Simulation(Observer):
             trainer=self.trainer,
             servers=self.fleet,
             pool=self.experience,
-            recorder=self,
+            recorder=recorder,
             searcher=searcher,
         )
         scheduler.add_worker(WORKER, CAPACITY)
@@ -109,9 +122,24 @@ class Simulation(Observer):
         """Return the waiting time of each group between its admission and its start."""
         return [started - self._tasks.admitted_at[index] for index, started in self.workers.started_at.items()]
 
+    def _record(self, recorded: Recorded) -> RunRecord:
+        """Return the recorder of a run that leaves files behind."""
+        return RunRecord(
+            recorded.run_dir,
+            begun=recorded.begun,
+            fleet=self.fleet,
+            trainer=self.trainer,
+            num_servers=self.config.rollout.num_servers,
+            observer=self,
+        )
+
     async def run(self) -> Simulation:
         """Run to the last optimizer step."""
-        await loop.run(self.system)
+        try:
+            await loop.run(self.system)
+        finally:
+            if self.record is not None:
+                self.record.close()
         return self
 
     def stepped(self, step: int, learner: LearnerState, ledger: Mapping[str, int], scheduling: Scheduling) -> None:
@@ -139,12 +167,24 @@ def simulate(
     num_tasks: int | None = None,
     progress: Progress | None = None,
     searcher: Searcher | None = None,
+    counts_lags: bool = False,
+    recorded: Recorded | None = None,
 ) -> Simulation:
     """Run `config` to its last optimizer step on a virtual clock, on `num_tasks` tasks or on as many as needed.
-    `searcher`: searches better settings if the configuration asks for it."""
+    `searcher`: searches better settings if the configuration asks for it. `counts_lags`: whether trained tokens are
+    counted by their staleness. `recorded`: where the run leaves its files, if it does."""
 
     async def main() -> Simulation:
-        run = Simulation(config, workload, seed=seed, num_tasks=num_tasks, progress=progress, searcher=searcher)
+        run = Simulation(
+            config,
+            workload,
+            seed=seed,
+            num_tasks=num_tasks,
+            progress=progress,
+            searcher=searcher,
+            counts_lags=counts_lags,
+            recorded=recorded,
+        )
         return await run.run()
 
     # A hang raises `Stalled` or `Deadlock` here, so reports of long waits are not needed.

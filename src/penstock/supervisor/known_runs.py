@@ -69,6 +69,7 @@ def short_status(
         "status": status,
         "environment": " + ".join(mixture if isinstance(mixture, dict) else ()) or env.get("name"),
         "pipeline": config.get("pipeline", "train"),
+        "simulated": state.get("simulated"),
         "started": state.get("started"),
         "wall_seconds": wall_seconds(state, now=_last_sign(run_dir, lines) if status == LOST else time.time()),
         "step": lines[-1].get("step", 0) if lines else 0,

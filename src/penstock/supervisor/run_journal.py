@@ -217,6 +217,7 @@ def _is_sound(state: Mapping[str, Any]) -> bool:
         and isinstance(supervisor := state.get("supervisor", {}), dict)
         and isinstance(processes, dict)
         and all(isinstance(facts, dict) and _is_process(facts) for facts in [supervisor, *processes.values()])
+        and isinstance(state.get("simulated", {}), dict)
         and isinstance(leftovers, list)
         and all(isinstance(each, str) for each in leftovers)
     )

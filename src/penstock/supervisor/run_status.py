@@ -41,6 +41,8 @@ TIMELINE_BYTES = 1_048_576
 NUM_INCIDENTS, NUM_ALARMS, NUM_STALLS, NUM_ADAPTED = 8, 5, 3, 3
 NUM_SHORT_LINES = 16
 """Number of the last metrics lines in which the latest reward is looked for."""
+KEPT_OF_SUMMARY = ("run_id", "status", "environment", "simulated", "started", "wall_seconds", "run_dir")
+"""Keys that the status has from the summary of the run."""
 IDENTITY = ("role", "start_ticks", "boot_id", "pid_namespace")
 """Fields of a process event that mean nothing to a user."""
 SAMPLE_S = 0.2
@@ -89,7 +91,7 @@ class StatusReader:
         view.status, view.played = short["status"], jsonl.read_json(run_dir / PLAYED)
         last_step = max(view.latest.get("time", 0.0), state.get("born", 0.0))
         document: Document = {
-            **{key: short[key] for key in ("run_id", "status", "environment", "started", "wall_seconds", "run_dir")},
+            **{key: short[key] for key in KEPT_OF_SUMMARY},
             "ended": state.get("ended"),
             "sandbox": (self._config.get("env") or {}).get("sandbox"),
             "reason": history.reason,
@@ -340,6 +342,8 @@ def _root_cause(state: Mapping[str, Any], actor: str | None) -> Document | None:
 def next_commands(document: Document) -> dict[str, str]:
     """Return the commands to suggest now, with their purposes. The shell takes names from files of the run as names: a
     run may be that of another user."""
+    if document["simulated"] and has_ended(document["status"]):
+        return {}
     run_dir, cause, checkpoint = Path(document["run_dir"]), document["root_cause"], document["checkpoint"]
     run = shlex.quote(name_of(run_dir))
     restart = "play the remaining tasks" if document["pipeline"] == "rollout" else "start it again"

@@ -30,6 +30,7 @@ Invariants:
   the engine computes them from keys and values of older weights, so a difference there is no fault.
 - parity_gap_max: the largest such difference.
 - staleness_mean, staleness_max
+- tokens_of_lag_0, tokens_of_lag_1, ...: trained tokens by staleness (see `ports.training.LAGS`).
 - tokens_replayed: those that were computed with the experts that the engine recorded (see `RouterReplay`).
 - tokens, tokens_masked_stale, tokens_masked_foreign, tokens_masked_segments, samples, learning_rate
 - skipped: 1 if the gradient was not finite.
@@ -55,6 +56,7 @@ from transformers import PreTrainedModel
 from penstock.alarms import HopelessError
 from penstock.config import TrainerConfig
 from penstock.groups.batch import Batch
+from penstock.ports.training import LAGS
 from penstock.trainer.canaries import Canaries
 from penstock.trainer.criterion import Criterion
 from penstock.trainer.forward import token_logprobs
@@ -263,6 +265,7 @@ class Learner(ModelRole):
             kl_tokens=once * (masks.in_loss & comparable).sum(),
             staleness=once * ages.sum(),
             staleness_max=ages.max(initial=0),
+            **dict(zip(LAGS, once * np.bincount(np.minimum(ages, len(LAGS) - 1), minlength=len(LAGS)), strict=True)),
             busy_s=self.busy.seconds,
         )
         return counted | {"busy_s": self.busy.seconds / self._ranks.size}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock.ports.training import LAGS
 from penstock.trainer.ranks import Ranks
 
 MEANS = ("clip_fraction", "ratio_mean", "entropy", "kl_reference", "mastered_fraction")
@@ -32,8 +33,9 @@ whose log-probability was computed with recorded experts. `kl_tokens`: comparabl
 loss, which are the leading tokens of samples that the compared version sampled.
 """
 
-COUNTS = (*REPORTED[:-1], "trained_samples", "staleness", "busy_s")
-"""Names of the counts that are summed over ranks. `trained_samples`: samples with a token in the loss."""
+COUNTS = (*REPORTED[:-1], "trained_samples", "staleness", "busy_s", *LAGS)
+"""Names of the counts that are summed over ranks. `trained_samples`: samples with a token in the loss. `LAGS`: tokens
+in the loss by their staleness."""
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class StepStatistics:
         """Return the metrics by name, zero if nothing was counted. `denominator`: the divisor of the loss."""
         tokens, samples = max(self.counts["tokens"], 1), self.counts["trained_samples"]
         total = dict(zip(SUMS, self.sums.tolist(), strict=True))
-        return {name: self.counts[name] for name in REPORTED} | {
+        return {name: self.counts[name] for name in (*REPORTED, *LAGS)} | {
             "loss": total["loss"] / denominator,
             "ess": _effective_size(total["ratio_mean"], total["ratio_squared"], tokens),
             "sample_ess": _effective_size(total["sample_weight"], total["sample_weight_squared"], samples),

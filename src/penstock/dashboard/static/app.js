@@ -168,6 +168,7 @@ function draw() {
   name();
   parts = {
     state: h("span", { class: "pill" }),
+    simulated: h("span", { class: "pill calm", hidden: true }, "simulated"),
     phase: h("span", { class: "phase num" }),
     done: h("span"),
     track: h("span", { class: "track", role: "img" }),
@@ -180,7 +181,7 @@ function draw() {
     h("div", { class: "bar" },
       h("a", { class: "brand", href: "#/", "aria-label": "penstock, all runs" }, mark(), "penstock"),
       h("h1", {}, known ? [h("span", { class: "mono" }, here.run), h("span", { class: "hidden" }, ` ${PAGES[here.page] ?? ""}`)] : title),
-      known ? [parts.state, parts.track, parts.phase] : null,
+      known ? [parts.state, parts.simulated, parts.track, parts.phase] : null,
       h("div", { class: "push" }, known ? parts.line : null, theme)),
     h("nav", { class: "pages", "aria-label": known ? "Pages of this run" : "Pages" },
       known ? Object.entries(PAGES).map(([page, label]) => h("a", { href: link(here.run, page), "aria-current": here.page === page ? "page" : null }, label)) : null,
@@ -210,6 +211,7 @@ function tell() {
   if (latest) {
     parts.state.textContent = latest.status;
     parts.state.className = `pill ${stateClass(latest.status)}`;
+    parts.simulated.hidden = !latest.simulated;
     const share = progress.steps ? Math.min(1, progress.step / progress.steps) : 0;
     parts.done.style.width = `${100 * share}%`;
     parts.done.className = latest.status === "completed" ? "ok" : "";

@@ -2,17 +2,13 @@
  * all charts at once, picture, and a table of the same numbers. */
 
 import { button, fill, h, svg } from "./dom.js";
-import { clock, number } from "./format.js";
+import { clock, moment, number } from "./format.js";
+import { colour, savePicture } from "./picture.js";
 
 const HEIGHT = 190;
 const TABLE_ROWS = 60;
 const SPARSE = 0.5; // share of known values below which they are drawn as points
 const sync = window.uPlot.sync("charts");
-
-/** Return the value of a colour of the style sheet, such as `s1`. */
-export function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-}
 
 const isKnown = (value) => value !== null && value !== undefined;
 
@@ -349,31 +345,15 @@ export function chart(spec, { onrange } = {}) {
   /** Save the plot with its title and legend as a picture. */
   function save() {
     if (!plot) return;
-    const [scale, source] = [devicePixelRatio, plot.ctx.canvas];
-    const [head, foot] = [28 * scale, 24 * scale];
-    const canvas = h("canvas", { width: source.width, height: source.height + head + foot });
-    const context = canvas.getContext("2d");
-    const family = getComputedStyle(document.body).fontFamily;
-    context.fillStyle = colour("surface");
-    context.fillRect(0, 0, canvas.width, canvas.height);
-    context.fillStyle = colour("ink");
-    context.font = `600 ${13 * scale}px ${family}`;
-    context.fillText(`${spec.title}${spec.unit ? `  (${spec.unit})` : ""}`, 10 * scale, 19 * scale);
-    context.drawImage(source, 0, head);
-    context.font = `${11 * scale}px ${family}`;
-    let x = 10 * scale;
-    for (const each of shown.filter((one) => !hidden.has(one.name))) {
-      context.fillStyle = colour(each.colour);
-      context.fillRect(x, head + source.height + 7 * scale, 14 * scale, 4 * scale);
-      context.fillStyle = colour("ink");
-      context.fillText(each.label, x + 19 * scale, head + source.height + 13 * scale);
-      x += 34 * scale + context.measureText(each.label).width;
-    }
-    canvas.toBlob((blob) => {
-      const url = URL.createObjectURL(blob);
-      h("a", { href: url, download: `${spec.title.toLowerCase().replaceAll(/[^a-z0-9]+/g, "-")}.png` }).click();
-      setTimeout(() => URL.revokeObjectURL(url), 1000);
-    });
+    const legend = shown.filter((one) => !hidden.has(one.name)).map((each) => ({ label: each.label, colour: colour(each.colour) }));
+    savePicture([plot.ctx.canvas], { title: spec.title, unit: spec.unit, note: rangeNote(), legend });
+  }
+
+  /** Return the range of x that is on show. */
+  function rangeNote() {
+    const [from, to] = [data.x[0], data.x.at(-1)];
+    const steps = `steps ${number(from)} to ${number(to)}`;
+    return data.times?.length ? `${steps}, ${moment(data.times[0])} to ${moment(data.times.at(-1))}` : "";
   }
 
   function dispose() {

@@ -1,8 +1,8 @@
 /* The activity of processes on a canvas: one lane for each process, a strip of the whole run, and the marks above. */
 
-import { colour } from "./charts.js";
 import { debounced, fill, h } from "./dom.js";
-import { clock, duration, percent, plural } from "./format.js";
+import { clock, duration, moment, percent, plural } from "./format.js";
+import { colour, savePicture } from "./picture.js";
 import { WORK, kindOf } from "./words.js";
 
 const [HEAD, FOOT] = [22, 22];
@@ -437,6 +437,14 @@ export function gantt({ fetch_, onchange, onselect, onbusy, onerror }) {
       draw();
     },
     select: (span) => reveal(span),
+    /** Save the window, and the strip of the whole run above it, as a picture. */
+    save(title) {
+      if (!data) return;
+      const { begin } = limits();
+      const range = `${moment(view.from)} to ${moment(view.to)}: ${duration(view.to - view.from)}, from ${duration(view.from - begin)} after the start`;
+      const kinds = (data.kinds ?? []).filter((kind) => !hiddenKinds.has(kind));
+      savePicture([strip, canvas], { title, note: range, legend: kinds.map((kind) => ({ label: kindOf(kind)[0], colour: tone(kindOf(kind)[1]) })) });
+    },
     dispose() {
       isOver = true;
       resized.disconnect();

@@ -2,6 +2,7 @@
 
 import { h } from "./dom.js";
 import { NONE, count, number } from "./format.js";
+import { colour as tone, savePicture } from "./picture.js";
 
 const PIECE = 1500; // tokens of a strip that are drawn at once
 const LEVELS = 9; // steps of a scale of colours
@@ -140,6 +141,79 @@ function tokensOf(strip, known, start, end, measure, range, before) {
     found.push(h("span", { class: name, dataset: { place } }, text));
   }
   return found;
+}
+
+const PICTURE = { width: 1100, margin: 12, row: 22, highest: 15_000 }; // pixels; browsers draw no canvas that is much higher
+
+/**
+ * Save the tokens of turns as a picture with their colours. `turns`: `[{title, strip, before}]`. `range`, `measure` as
+ * for a strip; `title` and `note` stand above.
+ */
+export function saveStrips(turns, { measure, range, title, note }) {
+  const canvas = h("canvas", { width: PICTURE.width, height: 1 });
+  const style = getComputedStyle(document.body);
+  const probe = h("span", { hidden: true });
+  document.body.append(probe);
+  const shades = new Map();
+  const shade = (name) => {
+    if (!shades.has(name)) {
+      probe.className = `token ${name}`;
+      shades.set(name, getComputedStyle(probe).backgroundColor);
+    }
+    return shades.get(name);
+  };
+  const mono = `13px ${tone("mono")}`;
+  const bold = `600 13px ${style.fontFamily}`;
+  const context = canvas.getContext("2d");
+  const boxes = laidOut(turns, context, { measure, range, mono, bold, shade });
+  probe.remove();
+  canvas.height = boxes.height; // clears the canvas
+  context.textBaseline = "middle";
+  for (const { x, y, wide, text, back, ink, font, bar } of boxes.found) {
+    if (back) {
+      context.fillStyle = back;
+      context.fillRect(x, y + 2, wide, PICTURE.row - 4);
+    }
+    if (bar) {
+      context.fillStyle = tone(bar);
+      context.fillRect(x - 1, y + 1, 2, PICTURE.row - 2);
+    }
+    context.font = font;
+    context.fillStyle = tone(ink);
+    context.fillText(text, x, y + PICTURE.row / 2);
+  }
+  savePicture([canvas], { title, note: `${note}${boxes.isCut ? "; the beginning" : ""}` });
+}
+
+/** Return where each piece of text stands in the picture of turns, and how high the picture is. */
+function laidOut(turns, context, { measure, range, mono, bold, shade }) {
+  const found = [];
+  const right = PICTURE.width - PICTURE.margin;
+  let [x, y] = [PICTURE.margin, 0];
+  const newline = () => [x, y] = [PICTURE.margin, y + PICTURE.row];
+  const put = (text, more) => {
+    context.font = more.font;
+    const wide = context.measureText(text).width;
+    if (x + wide > right && x > PICTURE.margin) newline();
+    found.push({ x, y, wide, text, ...more });
+    x += wide;
+  };
+  for (const { title, strip, before } of turns) {
+    if (x > PICTURE.margin) newline();
+    put(title, { font: bold, ink: "ink" });
+    newline();
+    const known = facts(strip);
+    for (let place = 0; place < strip.texts.length && y < PICTURE.highest; place += 1) {
+      const earlier = place > 0 ? known.versions[place - 1] : (before ?? known.versions[place]);
+      const isSwap = known.versions[place] !== null && earlier !== null && known.versions[place] !== earlier;
+      const isCut = place > 0 && known.segments[place] !== known.segments[place - 1];
+      const back = shade(colour(measure, strip, known, place, range));
+      const text = strip.texts[place];
+      put(text.replaceAll("\n", "⏎").replaceAll("\t", "⇥"), { font: mono, ink: "ink", back, bar: isSwap ? "s7" : isCut ? "ink" : null });
+      if (text.endsWith("\n")) newline();
+    }
+  }
+  return { found, height: y + PICTURE.row + 4, isCut: y >= PICTURE.highest };
 }
 
 /** Return the facts of a token as one line. */

@@ -4,6 +4,7 @@ import { chart, last, smooth } from "./charts.js";
 import { append, button, empty, h } from "./dom.js";
 import { NONE, count, duration, moment, number, percent, plain, setting, spoken } from "./format.js";
 import { spent, working } from "./gantt.js";
+import { predictionsOf } from "./prediction.js";
 import { stateClass, kindOf } from "./words.js";
 
 const LINES = ["s1", "s2", "s3", "s4", "s7", "s6", "s5", "s8"];
@@ -35,11 +36,12 @@ export async function show(root, { rest, api, link }) {
     if (!ids.length) return null;
   }
   const all = await Promise.all(ids.map(async (id) => {
-    const [status, settings, data, evaluations, timeline] = await Promise.all([
+    const [status, settings, data, evaluations, timeline, forecast] = await Promise.all([
       api.get(["runs", id, "status"]), api.get(["runs", id, "settings"]).catch(() => ({ settings: [] })), api.get(["runs", id, "series"], { names: NAMES, x: "step", points: 400 }).catch(() => ({ x: [], times: [], series: {} })),
       api.get(["runs", id, "evaluations"]).catch(() => ({ evaluations: [] })), wholeTimeline(api, id),
+      api.get(["runs", id, "prediction"]).catch(() => null),
     ]);
-    return { id, status, settings: settings.settings, data: completed(data), evaluations: evaluations.evaluations, timeline };
+    return { id, status, forecast, settings: settings.settings, data: completed(data), evaluations: evaluations.evaluations, timeline };
   }));
   const charts = [];
   const curves = h("div", { class: "charts" });
@@ -57,6 +59,7 @@ export async function show(root, { rest, api, link }) {
   }, { "aria-pressed": String(name === "step") }));
   append(root, [
     summary(all, link),
+    h("section", { class: "panel section", "aria-label": "Prediction and reality" }, h("header", {}, h("h2", {}, "Prediction and reality"), h("span", { class: "muted" }, "measured figures leave out the first tenth of the steps")), predictionsOf(all)),
     h("section", { class: "section", "aria-label": "Curves" }, h("div", { class: "tools" }, h("h2", {}, "Curves"), h("div", { class: "segments", role: "group", "aria-label": "Horizontal axis" }, axis), h("span", { class: "muted" }, "Seconds count from the first step of each run.")), curves),
     h("section", { class: "panel", "aria-label": "Where the time went" }, h("header", {}, h("h2", {}, "Where the time went"), h("span", { class: "muted" }, "over each whole run")), phases(all)),
     h("section", { class: "panel", "aria-label": "Settings that differ" }, h("h2", {}, "Settings that differ"), differences(all)),
@@ -77,7 +80,7 @@ function chooser(known, ids) {
   const go = (next) => (location.hash = `#/compare/${next.map(encodeURIComponent).join(",")}`);
   const others = known.filter((each) => !ids.includes(each.id));
   const choice = h("select", { "aria-label": "Add a run", onchange: () => choice.value && go([...ids, choice.value]) }, h("option", { value: "" }, "add a run…"),
-    others.map((each) => h("option", { value: each.id }, `${each.id}  ${plain(each.environment)}  ${each.status}`)));
+    others.map((each) => h("option", { value: each.id }, `${each.id}  ${plain(each.environment)}  ${each.simulated ? "simulated" : each.status}`)));
   return h("div", { class: "tools" }, ids.map((id, index) => button("", () => go(ids.filter((each) => each !== id)), { class: "small", "aria-label": `Remove ${id}`, title: `Remove ${id}`, icon: [h("span", { class: `key ${LINES[index]}`, "aria-hidden": "true" }), h("span", { class: "mono" }, id), " ✕"] })), ids.length < MOST ? choice : null);
 }
 
@@ -115,7 +118,8 @@ function overlaid(all, name, by) {
 
 function summary(all, link) {
   const rows = [
-    ["status", ({ status }) => h("span", { class: `pill ${stateClass(status.status)}` }, status.status)], ["environment", ({ status }) => plain(status.environment)],
+    ["status", ({ status }) => [h("span", { class: `pill ${stateClass(status.status)}` }, status.status), status.simulated ? h("span", { class: "pill calm" }, "simulated") : null]], ["environment", ({ status }) => plain(status.environment)],
+    ...(all.some(({ status }) => status.simulated) ? [["simulated", ({ status }) => (status.simulated ? `${plain(status.simulated.strategy)}${status.simulated.fitted_to ? `, fitted to ${status.simulated.fitted_to}` : ""}` : "no, a real run")]] : []),
     ["started", ({ status }) => moment(status.started).slice(0, 16)], ["wall time", ({ status }) => spoken(status.wall_seconds)],
     ["steps", ({ status }) => `${count(status.progress.step)} of ${status.progress.steps ? count(status.progress.steps) : "?"}`],
     ["reward, latest steps", ({ status }) => number(status.progress.reward)],

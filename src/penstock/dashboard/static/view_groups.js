@@ -31,6 +31,11 @@ async function table(root, { run, params, api, live, link }) {
   const search = h("input", { type: "search", class: "wide", value: state.text, placeholder: "Task, reason or group number", "aria-label": "Search groups", oninput: debounced(({ target }) => choose({ text: target.value, offset: 0 }), 250) });
   let visit = 0;
   let timer = 0;
+  const status = await api.get(["runs", run, "status"]).catch(() => null);
+  if (status?.simulated) {
+    fill(root, empty("A simulated run has no groups to read", "Its answers have lengths and rewards, and no texts. Decisions has what the scheduler did with each group."));
+    return null;
+  }
   const draw = async () => {
     const mine = ++visit;
     clearTimeout(timer);

@@ -4,6 +4,8 @@ import { chart, last, smooth, withPoints } from "./charts.js";
 import { append, button, command, debounced, empty, fill, h, refresh as update } from "./dom.js";
 import { ledgerFlow } from "./flow.js";
 import { NONE, ago, count, moment, number, percent, plain, plural, spoken } from "./format.js";
+import { histogram } from "./histogram.js";
+import { predictionPanel } from "./prediction.js";
 import { OVER, phaseAbout, stateClass } from "./words.js";
 
 const LEAST_REFRESH_MS = 3000;
@@ -13,6 +15,8 @@ const HALF = 0.5;
 const LATEST_PART = 0.9; // alarms before this share of the steps are folded
 const POINTS = 600;
 const MOST_NAMES = 60; // in one request
+const LAG = "staleness_tokens/"; // tokens of a step by version lag
+const LAG_STEPS = 20; // latest steps of the histogram of lags
 const LINES = ["s1", "s2", "s3", "s4", "s5", "s6", "s7", "s8"];
 
 /** Sections of curves: [title, about, charts]. `reward/*` stands for one series per tag. */
@@ -29,7 +33,7 @@ const SECTIONS = [
     { title: "Busy", unit: "share of the time", about: "Model compute. A side that is not busy waits for the other one, or for a core.", range: [0, 1.05], series: [
       { name: "busy:trainer", label: "trainer", colour: "s1", width: 2 }, { name: "busy:generator", label: "servers", colour: "s2", width: 2 }] },
     { title: "Throughput", unit: "tokens per second", zero: true, about: "What is generated and not trained was filtered, dropped or is held out.", series: [
-      { name: "smooth:rate:tokens_generated_total", label: "generated", colour: "s5" }, { name: "smooth:rate:tokens_trained_total", label: "trained", colour: "s1" }] },
+      { name: "smooth:rate:tokens_generated_total", label: "generated", colour: "s5" }, { name: "smooth:rate:tokens_trained_total", label: "trained", colour: "s1", width: 2 }, { name: "bound", label: "X* for trained, estimated", colour: "s7", dash: [6, 4] }] },
     { title: "Queue", unit: "groups", zero: true, about: "Groups that wait to start, and groups that have started and are not served as new weights.", series: [
       { name: "groups_pending", label: "waiting", colour: "s8" }, { name: "groups_in_flight", label: "in flight", colour: "s1" }] },
     { title: "Longest wait", unit: "seconds in the queue", zero: true, series: [{ name: "oldest_wait_s", label: "oldest group", colour: "s1" }] },
@@ -37,6 +41,7 @@ const SECTIONS = [
   ["Scheduling", "How old are the data, and when does the learner start?", [
     { title: "Staleness", unit: "policy versions", zero: true, about: "Version being trained minus the version that wrote a token.", series: [
       { name: "staleness_mean", label: "mean", colour: "s1", band: true, width: 2 }, { name: "staleness_max", label: "largest", colour: "s8", steps: true, width: 1 }] },
+    { title: "Staleness of the latest steps", unit: "share of their tokens", lags: true, kind: "version lag", counted: "tokens", about: "Lag: optimizer steps between the version that wrote a token and the version being trained. Masked tokens are older than the bound and count for nothing.", series: [] },
     { title: "Trigger", unit: "N_min in samples, T_max in seconds (right)", zero: true, about: "The learner starts at N_min samples, or after waiting T_max.", series: [
       { name: "trigger_min_samples", label: "N_min", colour: "s1", steps: true, width: 2 }, { name: "trigger_max_wait_s", label: "T_max", colour: "s2", steps: true, axis: "right", dash: [6, 3] }] },
     { title: "Tokens masked", unit: "share of the batch", zero: true, about: "Trained answers have tokens that are too old or of unknown origin. They count for nothing.", series: [{ name: "tokens_masked_share", label: "masked", colour: "s7" }] },
@@ -66,18 +71,20 @@ const SECTIONS = [
 
 /** Show the overview of a run. */
 export async function show(root, { run, api, live, link }) {
-  const [first, settings, evaluations, { names }] = await Promise.all([
+  const [first, settings, evaluations, { names }, forecast] = await Promise.all([
     api.get(["runs", run, "status"]),
     api.get(["runs", run, "settings"]).catch(() => ({ settings: [] })),
     api.get(["runs", run, "evaluations"]).catch(() => ({ evaluations: [] })),
     api.get(["runs", run, "names"]).catch(() => ({ names: [] })),
+    api.get(["runs", run, "prediction"]).catch(() => ({ prediction: null, measured: null })),
   ]);
   const chosen = Object.fromEntries(settings.settings.map((each) => [each.name, each.value]));
-  const state = { status: first, evaluations: evaluations.evaluations, names, chosen, data: null, byTime: false, range: null, isEmpty: false, isOver: false, asked: 0, refreshed: 0, cost_ms: 0, timer: 0 };
+  const state = { status: first, evaluations: evaluations.evaluations, names, chosen, forecast, data: null, lags: null, byTime: false, range: null, isEmpty: false, isOver: false, asked: 0, refreshed: 0, cost_ms: 0, timer: 0 };
   const [alerts, answers, curves, ledger, facts] = ["section", "cards", "section", "panel", "section"].map((name) => h("div", { class: name }));
+  const predicted = h("section", { class: "panel section", "aria-label": "Prediction and reality", hidden: true });
   const charts = new Map();
   const stop = stopping(run, api);
-  append(root, [alerts, h("section", { "aria-label": "Questions and answers" }, answers), curves, ledger,
+  append(root, [simulatedNote(first), alerts, h("section", { "aria-label": "Questions and answers" }, answers), predicted, curves, ledger,
     h("section", { class: "panel section", "aria-label": "Run" }, facts, h("div", { class: "tools" }, downloads(run, api), stop))]);
 
   function drawStatus() {
@@ -91,6 +98,9 @@ export async function show(root, { run, api, live, link }) {
       : ["Ledger", "Every admitted episode is in exactly one state. Nothing is lost silently."];
     update(ledger, h("header", {}, h("h2", {}, title), h("p", { class: "muted" }, said)),
       state.status.ledger?.admitted ? ledgerFlow(state.status.ledger, isOver) : empty(...(isOver ? ["No ledger", "The run took no step."] : ["No ledger yet", "The first step writes it."])));
+    const hasPrediction = state.forecast.prediction && !state.status.simulated;
+    predicted.hidden = !hasPrediction;
+    if (hasPrediction) update(predicted, predictionPanel(state.forecast));
     update(facts, aboutOf(state));
     stop.hidden = state.status.status !== "running";
   }
@@ -144,7 +154,7 @@ export async function show(root, { run, api, live, link }) {
       for (const spec of list) {
         const full = complete(spec, state);
         if (!full) continue;
-        const made = chart(full, { onrange });
+        const made = full.lags ? histogram(full) : chart(full, { onrange });
         if (spec.own) made.element.querySelector("figcaption").append(button("✕", () => {
           keep(kept().filter((name) => name !== spec.title));
           drawSections();
@@ -164,13 +174,17 @@ export async function show(root, { run, api, live, link }) {
     const began = performance.now();
     const wanted = new Set(["rate:trainer_busy_s", "rate:generator_busy_s", "num_trainers", "num_servers"]);
     for (const { spec } of charts.values()) {
-      for (const { name } of spec.series) if (!/^(busy:|held out|pass@)/.test(name)) wanted.add(name.replace("smooth:", ""));
+      for (const { name } of spec.series) if (!/^(busy:|held out|pass@|bound$)/.test(name)) wanted.add(name.replace("smooth:", ""));
     }
     const [from, to] = state.range ?? [null, null];
     try {
       const data = await seriesOf(api, run, [...wanted].filter((name) => state.names.includes(name)), { x: "step", points: POINTS, from, to });
       if (state.isOver || mine !== state.asked) return;
-      state.data = derived(data);
+      if (!OVER.has(state.status.status)) state.names = (await api.get(["runs", run, "names"]).catch(() => state)).names; // another lag
+      state.lags = await lagsOf(api, run, state, data);
+      if (state.forecast.prediction) state.forecast = await api.get(["runs", run, "prediction"]).catch(() => state.forecast);
+      if (state.isOver || mine !== state.asked) return;
+      state.data = derived(data, state);
       const isReading = data.indexed !== undefined && data.indexed !== null && data.indexed < 1;
       waiting.textContent = isReading ? `reading the files: ${percent(data.indexed)}` : "";
       if (isReading) state.timer = setTimeout(refresh, 1000);
@@ -188,6 +202,12 @@ export async function show(root, { run, api, live, link }) {
     if (!state.data) return;
     const num = state.data.x.length;
     for (const each of charts.values()) {
+      if (each.spec.lags) {
+        each.element.hidden = !state.lags && num > 0;
+        if (state.lags) each.update(state.lags);
+        continue;
+      }
+      if (each.spec.title === "Throughput") each.element.querySelector(".about").textContent = `${each.spec.about} ${aboutBound(state)}`;
       const data = { ...prepared(state, each.spec), byTime: state.byTime, lines: linesOf(each.spec, state), marks: [] };
       const has = each.spec.series.some(({ name }) => data.series[name]?.mean.some((value) => value !== null && value !== undefined));
       each.element.hidden = !has && num > 0;
@@ -282,8 +302,8 @@ function isFound(chosen) {
   return samples === null && use !== "batch" && signal !== "noise_scale";
 }
 
-/** Add what follows from the series of the server: busy shares and smoothed lines. */
-function derived(data) {
+/** Add what follows from the series of the server: busy shares, smoothed lines, and the bound X*. */
+function derived(data, state) {
   const { series } = data;
   const of = (name) => series[name]?.mean ?? [];
   const parts = (name) => last(of(name)) || 1;
@@ -292,7 +312,72 @@ function derived(data) {
   for (const name of Object.keys(series)) {
     if (!name.startsWith("busy:")) series[`smooth:${name}`] = { mean: smooth(of(name)) };
   }
+  if (!whyNoBound(state) && !exactBound(state)) series.bound = { mean: estimatedBound(series, state.status) };
   return data;
+}
+
+const LEAST_BUSY = 0.02; // below this share the estimate is noise
+
+/** Return the estimated X* at each point: what would be trained if the busier side, or one of two that take turns,
+ * always worked. */
+function estimatedBound(series, { progress }) {
+  const [trainer, generator] = ["busy:trainer", "busy:generator"].map((name) => series[name].mean);
+  return (series["smooth:rate:tokens_trained_total"]?.mean ?? []).map((trained, index) => {
+    const shares = [trainer[index] ?? 0, generator[index] ?? 0];
+    const busy = Math.min(1, progress?.takes_turns ? shares[0] + shares[1] : Math.max(...shares));
+    return trained === null || busy < LEAST_BUSY ? null : trained / busy;
+  });
+}
+
+/** Return X* of a simulated run in trained tokens per second, which its models give exactly; null for another run. */
+const exactBound = ({ status, forecast }) => (status.simulated ? forecast.prediction?.bound.tokens_per_s ?? null : null);
+
+/** Return why X* of a run is not known, as a sentence; empty if it is. */
+function whyNoBound({ status, chosen, names }) {
+  if (status.pipeline !== "train") return "There is no X*: this run trains nothing.";
+  if (!names.includes("rate:tokens_trained_total")) return "X*, the most that trainer and servers could do, is known after the first steps.";
+  if ((chosen["rollout.urls"] ?? []).length) return "X* is not known: servers outside of the run do not say how busy they are.";
+  return "";
+}
+
+/** Return what X* is and which share of it the run reaches, in words. */
+function aboutBound(state) {
+  const why = whyNoBound(state);
+  if (why) return why;
+  const exact = exactBound(state);
+  if (exact) return `X* is the most that the modelled machines allow, whatever the scheduler does: ${count(exact)} trained tokens/s. This run reaches ${percent(state.forecast.prediction.bound.share)} of it.`;
+  const { bound, share } = state.status.bound ?? {};
+  const condition = state.status.progress?.takes_turns ? "one of them always worked" : "the busier side never waited";
+  const reached = bound ? ` It is about ${count(bound)} trained tokens/s now, and the latest steps reach ${percent(share)} of it.` : "";
+  return `X* estimates the most that the same trainer and servers could do, if ${condition}.${reached}`;
+}
+
+/** Return the bars of the latest steps on show by version lag; null if no step says anything about it. */
+async function lagsOf(api, run, { names, chosen, status }, { x, series }) {
+  if (!x.length || !series.staleness_mean?.mean.some((value) => value !== null)) return null;
+  const lags = names.filter((name) => name.startsWith(LAG)).sort((a, b) => Number(a.slice(LAG.length)) - Number(b.slice(LAG.length)));
+  if (!lags.length) return { bars: [], missing: "This run recorded the mean and the largest lag of its tokens, and not how many had which." };
+  const to = x.at(-1);
+  const [masked, stale, trained] = ["tokens_masked_stale", "ledger/discarded_stale", "ledger/trained"];
+  const others = [masked, stale, trained].filter((name) => names.includes(name));
+  const found = await api.get(["runs", run, "series"], { names: [...lags, ...others], x: "step", points: LAG_STEPS + 1, from: to - LAG_STEPS, to }).catch(() => null);
+  if (!found?.x.length) return null;
+  const begin = found.x.length > LAG_STEPS ? 1 : 0; // the step before the first one gives the ledger's growth
+  const sum = (name) => (found.series[name]?.mean ?? []).slice(begin).reduce((total, value) => total + (value ?? 0), 0);
+  const grown = (name) => (last(found.series[name]?.mean ?? []) ?? 0) - (begin ? found.series[name]?.mean[0] ?? 0 : 0);
+  const bars = lags.map((name) => ({ label: name.slice(LAG.length), value: sum(name), colour: "s1" }));
+  if (sum(masked)) bars.push({ label: `masked, over ${status.tuned?.["scheduler.max_staleness"]?.value ?? chosen["scheduler.max_staleness"] ?? "the bound"}`, value: sum(masked), colour: "s7" });
+  const steps = `Steps ${count(found.x[begin])} to ${count(found.x.at(-1))}`;
+  const discarded = grown(stale);
+  const of = discarded + grown(trained);
+  return { bars, note: `${steps}. ${discarded ? `${count(discarded)} answers (${percent(discarded / of)}) were discarded whole, because no token was young enough.` : "No answer was discarded as too old."}` };
+}
+
+/** Return a note that a run was simulated; null for a real one. */
+function simulatedNote({ simulated }) {
+  if (!simulated) return null;
+  const of = simulated.fitted_to ? ` Its models were fitted to ${simulated.fitted_to}.` : "";
+  return h("div", { class: "note" }, h("strong", {}, "Simulated run"), `The real scheduler and loop on modelled machines (${plain(simulated.strategy)}).${of} Times are those of its virtual clock. Rewards are drawn at random and nothing is learnt; there are no texts, logs or checkpoints.`);
 }
 
 const atMostOne = (share, parts) => (share === null ? null : Math.min(1, share / parts));
@@ -322,8 +407,10 @@ function prepared({ data, evaluations, range }, spec) {
 }
 
 /** Horizontal lines: bounds from the settings, thresholds from the latest decisions. */
-function linesOf(spec, { chosen, status }) {
+function linesOf(spec, state) {
+  const { chosen, status } = state;
   const bound = chosen["scheduler.max_staleness"];
+  if (spec.title === "Throughput" && exactBound(state)) return [{ value: exactBound(state), label: `X* ${count(exactBound(state))} trained`, colour: "s7" }];
   if (spec.title === "Staleness" && typeof bound === "number") return [{ value: bound, label: `bound ${bound}`, colour: "s7" }];
   if (spec.title !== "Entropy") return [];
   const found = (status.decisions ?? []).find((each) => each.decider === "feedback" && each.reference);
@@ -375,9 +462,9 @@ function answersOf(state, run, link) {
   const phase = status.progress?.phase ?? status.status;
   if (!status.progress?.step && !OVER.has(status.status)) cards.push(beginning(status, phase));
   else {
-    if (status.pipeline === "train" || state.evaluations.length) cards.push(learning(state));
-    cards.push(speed(status, run, link));
-    if (status.pipeline === "train") cards.push(fate(status, run, link), scheduling(state, run, link), health(state));
+    if (!status.simulated && (status.pipeline === "train" || state.evaluations.length)) cards.push(learning(state));
+    cards.push(speed(state, run, link));
+    if (status.pipeline === "train") cards.push(fate(status, run, link), scheduling(state, run, link), status.simulated ? null : health(state));
   }
   const next = status.next ?? [];
   if (next.length) cards.push(h("div", { class: "card" }, h("h2", {}, "What to type next"), h("ul", { class: "commands" }, next.map((each) => command(each.command, each.purpose)))));
@@ -435,7 +522,8 @@ function meter(label, share, style = "") {
     h("span", { class: "num" }, known ? percent(share) : NONE));
 }
 
-function speed(status, run, link) {
+function speed(state, run, link) {
+  const { status } = state;
   const { progress } = status;
   const [trainer, generator] = [progress?.trainer_busy_fraction, progress?.generator_busy_fraction];
   const most = status.bound?.bound;
@@ -449,7 +537,7 @@ function speed(status, run, link) {
     status.pipeline === "train" ? meter("trainer busy", trainer) : null,
     meter("servers busy", generator, "two"),
     typeof trainer === "number" && typeof generator === "number" && Math.max(trainer, generator) < HALF ? h("p", { class: "more" }, "Neither computes for half of the time: environments, rewards, weight updates or too few cores may hold both up. ", h("a", { href: link(run, "timeline") }, "See the timeline")) : null,
-    most ? h("p", { class: "more muted" }, `If the busier side never waited: about ${count(most)} trained tokens/s.`) : null,
+    most || status.simulated ? h("p", { class: "more muted" }, aboutBound(state)) : null,
     facts.length ? h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])) : null);
 }
 

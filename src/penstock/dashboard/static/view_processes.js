@@ -1,6 +1,6 @@
 /* The processes of a run: state, memory, restarts, and the ends of their logs. */
 
-import { append, button, fill, h, refresh as update } from "./dom.js";
+import { append, button, empty, fill, h, refresh as update } from "./dom.js";
 import { NONE, ago, bytes, number, plain, plural, spoken } from "./format.js";
 import { stateClass } from "./words.js";
 
@@ -11,6 +11,10 @@ const ALSO = ["supervisor", "janitor"];
 /** Show the processes of a run. `params` may have `log`: the process of which the log is shown. */
 export async function show(root, { run, api, live, params, link }) {
   let status = await api.get(["runs", run, "status"]);
+  if (status.simulated) {
+    fill(root, empty("A simulated run has no processes", "One command simulated it: its servers and its trainer are models, which write no logs. Timeline has what they did when."));
+    return null;
+  }
   let chosen = params.get("log") ?? status.root_cause?.process ?? status.processes?.find((each) => each.name !== "supervisor")?.name ?? "supervisor";
   let before = null;
   let isOver = false;

@@ -21,7 +21,7 @@ export async function show(root, { api, link }) {
 
   function draw() {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const found = runs.filter((run) => words.every((word) => [run.id, run.status, run.environment, run.pipeline].join(" ").toLowerCase().includes(word)));
+    const found = runs.filter((run) => words.every((word) => [run.id, run.status, run.environment, run.pipeline, run.simulated ? "simulated" : ""].join(" ").toLowerCase().includes(word)));
     refresh(body, found.map(row));
     table.hidden = !found.length;
     fill(none, runs.length ? (found.length ? null : empty("No run has these words")) : nothing());
@@ -39,7 +39,7 @@ export async function show(root, { api, link }) {
     return h("tr", {}, h("td", {}, box),
       h("th", { scope: "row", class: "nowrap" }, h("a", { class: "mono", href: link(run.id, "overview") }, run.id)),
       h("td", {}, h("span", { class: `pill ${stateClass(run.status)}` }, plain(run.status))),
-      h("td", { class: "break" }, plain(run.environment)), h("td", {}, plain(run.pipeline)),
+      h("td", { class: "break" }, plain(run.environment)), h("td", {}, run.simulated ? h("span", { class: "pill calm" }, "simulated") : plain(run.pipeline)),
       h("td", { class: "time" }, moment(run.started).slice(0, 16)), h("td", { class: "num" }, spoken(run.wall_seconds)),
       h("td", { class: "num" }, run.step ? `${count(run.step)} / ${run.steps ? count(run.steps) : "?"}` : "–"),
       h("td", { class: "num" }, number(run.reward)), h("td", { class: "num" }, number(run.held_out)));

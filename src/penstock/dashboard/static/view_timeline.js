@@ -111,6 +111,7 @@ export async function show(root, { run, api, live, params }) {
       const { from, to } = chart.window();
       chart.show((from + to) / 2 - 5, (from + to) / 2 + 5);
     })),
+    button("PNG", () => chart.save(`Timeline of ${run}`), { "aria-label": "PNG of the timeline" }),
     follow, range, busy);
   chart.element.addEventListener("pointerdown", () => setFollowing(false));
   chart.element.addEventListener("wheel", () => setFollowing(false), { passive: true });

@@ -1,9 +1,9 @@
 /* One trajectory: as chat, as tokens, as its environment shows it, and as raw JSON. */
 
 import { button, empty, fill, h, svg } from "./dom.js";
-import { NONE, count, duration, number, plain } from "./format.js";
+import { NONE, count, duration, moment, number, plain } from "./format.js";
 import { messageBox, pathTo, rewardChip } from "./conversation.js";
-import { MEASURES, legendOf, rangeOf, stripOf } from "./tokens.js";
+import { MEASURES, legendOf, rangeOf, saveStrips, stripOf } from "./tokens.js";
 
 const VIEWS = { chat: "Chat", tokens: "Tokens", rendered: "Environment's view", raw: "Raw JSON" };
 
@@ -141,22 +141,27 @@ function tree(found, state, choose) {
         h("b", { class: "num" }, turn.turn + 1), " ", h("span", {}, said(turn).slice(0, 60)), " ", rewardChip(turn.reward))))));
 }
 
-function tokens(found, state, { choose, endings }) {
+function tokens(found, state, { choose, endings, run }) {
   const strips = new Map(found.tokens.map((strip) => [strip.turn, strip]));
   const range = rangeOf(found.tokens);
   const path = pathOf(found, state);
   const about = h("output", { class: "token-facts mono" }, "Point at a token, or go through a strip with the arrow keys.");
   const measures = h("div", { class: "segments wrap", role: "group", "aria-label": "Colour by" }, Object.entries(MEASURES).map(([name, label]) => button(label, () => choose({ measure: name }), { "aria-pressed": String(state.measure === name) })));
+  const before = (index) => found.turns[found.turns[index].parent]?.policy_versions.at(-1);
   const boxes = path.map((index) => {
     const strip = strips.get(index);
     if (!strip) return h("p", { class: "muted" }, `Turn ${index + 1}: too long to show its tokens.`);
-    const { element, end } = stripOf(strip, { measure: state.measure, range, before: found.turns[found.turns[index].parent]?.policy_versions.at(-1), onfacts: (text) => (about.textContent = text) });
+    const { element, end } = stripOf(strip, { measure: state.measure, range, before: before(index), onfacts: (text) => (about.textContent = text) });
     endings.push(end);
     return h("section", { class: "turn" },
       h("header", {}, h("span", { class: "role" }, `Turn ${index + 1}`), h("span", { class: "muted num" }, `${count(strip.observed.length)} read, ${count(strip.texts.length)} written`), strip.advantage === null ? null : h("span", { class: "muted num" }, `advantage ${number(strip.advantage)}`), rewardChip(found.turns[index].reward)),
       element);
   });
-  const shown = h("div", { class: "strips" }, h("div", { class: "token-head" }, h("div", { class: "tools" }, measures), legendOf(state.measure, range, found.tokens, found.row), about), boxes);
+  const save = button("PNG", () => saveStrips(path.filter((index) => strips.has(index)).map((index) => ({ title: `Turn ${index + 1}`, strip: strips.get(index), before: before(index) })), {
+    measure: state.measure, range, title: `Group ${found.row.group}, episode ${found.row.episode} of ${run}`,
+    note: `Tokens by ${MEASURES[state.measure].toLowerCase()}; policy versions ${range.versions.length > 1 ? `${range.versions[0]} to ${range.versions.at(-1)}` : plain(range.versions[0])}${found.row.time ? `; ${moment(found.row.time)}` : ""}`,
+  }), { class: "small", "aria-label": "PNG of the tokens" });
+  const shown = h("div", { class: "strips" }, h("div", { class: "token-head" }, h("div", { class: "tools" }, measures, save), legendOf(state.measure, range, found.tokens, found.row), about), boxes);
   return found.branches.length > 1 ? h("div", { class: "with-tree" }, tree(found, state, choose), shown) : shown;
 }
 
