@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -257,10 +258,10 @@ def shown_runs(runs_dir: Path) -> Iterator[WrittenRun]:
 
     model = {"strategies": ["configured"], "steps": NUM_STEPS, "warmup_steps": 2}
     model |= {"workload": {"median_tokens": 6.0, "max_tokens": 8}, "engine": {"update_s": 0.05}}
-    config = load_config(
-        ROOT / "examples/quickstart/run.yaml", ["scheduler.tuning=off", f"simulator={json.dumps(model)}"]
-    )
-    predict(config, records=Records(runs_dir=runs_dir, run_id="finished", fitted_to="finished"))
+    config = load_config(ROOT / "examples/quickstart/run.yaml", [f"simulator={json.dumps(model)}"])
+    records = Records(runs_dir=runs_dir, run_id="finished", fitted_to="finished")
+    with ThreadPoolExecutor(max_workers=1) as apart:  # a simulation has an event loop of its own
+        apart.submit(predict, config, records=records).result()
 
     with ShownRun(runs_dir / "tokens") as tokens:
         tokens.play(7)
