@@ -442,7 +442,7 @@ def test_a_simulated_run_is_compared_with_the_run_it_was_fitted_to(open_page: Ca
     assert "By penstock plan (asynchronous, 1 + 1" in panel.inner_text()
     assert "Against the simulated run finished-simulated, which was fitted to it." in panel.inner_text()
     first = panel.locator("tbody tr").first.inner_text().split("\t")
-    assert first == ["time of a step", "800 ms", "1 s", "1.25, more"]
+    assert first == ["step time", "800 ms", "1 s", "1.25, more"]
     assert page.locator("section[aria-label='Where the time went'] .bars").count() >= 4
     assert page.locator("main .chart:visible").count() > 5
     turn_to(page, url, "#/compare/crashed,tools")
@@ -452,7 +452,7 @@ def test_a_simulated_run_is_compared_with_the_run_it_was_fitted_to(open_page: Ca
 def test_the_overview_has_the_plan_and_the_bound(open_page: Callable[..., Page], url: str) -> None:
     page = open_page(f"{url}#/finished/overview")
     panel = page.locator("section[aria-label='Prediction and reality']")
-    assert "trained answers per second\t40\t32\t0.8, less" in panel.inner_text()
+    assert "trained answers/s\t40\t32\t0.8, less" in panel.inner_text()
     assert "3 GiB" in panel.inner_text() and "is not recorded" in panel.inner_text()
     throughput = page.locator(".chart").filter(has=page.get_by_role("heading", name="Throughput"))
     assert (

@@ -156,7 +156,7 @@ export function gantt({ fetch_, onchange, onselect, onbusy, onerror }) {
     laneHeight = Math.round(Math.max(LEAST_LANE, Math.min(MOST_LANE, ALL_LANES / Math.max(1, names.length))));
     const height = HEAD + names.length * laneHeight + FOOT;
     const context = prepare(canvas, height);
-    gutter = Math.min(width() * 0.3, 16 + Math.max(40, ...names.map((name) => context.measureText(name).width)));
+    gutter = Math.min(width() * 0.3, 16 + Math.max(...["whole run", ...names].map((name) => context.measureText(name).width)));
     drawGrid(context, names, height);
     drawSpans(context, names);
     drawMarks(context, height);
@@ -441,7 +441,8 @@ export function gantt({ fetch_, onchange, onselect, onbusy, onerror }) {
     save(title) {
       if (!data) return;
       const { begin } = limits();
-      const range = `${moment(view.from)} to ${moment(view.to)}: ${duration(view.to - view.from)}, from ${duration(view.from - begin)} after the start`;
+      const after = view.from - begin < 0.001 ? "the start" : `${duration(view.from - begin)} after the start`;
+      const range = `${moment(view.from)} to ${moment(view.to)}: ${duration(view.to - view.from)}, from ${after}`;
       const kinds = (data.kinds ?? []).filter((kind) => !hiddenKinds.has(kind));
       savePicture([strip, canvas], { title, note: range, legend: kinds.map((kind) => ({ label: kindOf(kind)[0], colour: tone(kindOf(kind)[1]) })) });
     },

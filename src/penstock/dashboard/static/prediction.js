@@ -7,21 +7,21 @@ const CLOSE = 0.1; // a measured figure that differs by less is as predicted
 
 /** Figures: [name, label, how it is written]. */
 const FIGURES = [
-  ["step_s", "time of a step", duration],
-  ["samples_per_s", "trained answers per second", number],
+  ["step_s", "step time", duration],
+  ["samples_per_s", "trained answers/s", number],
   ["trainer_busy", "trainer busy", percent],
   ["servers_busy", "servers busy", percent],
-  ["staleness_mean", "staleness of trained tokens, mean", number],
-  ["response_tokens", "length of answers in tokens, mean", count],
+  ["staleness_mean", "staleness, mean", number],
+  ["response_tokens", "answer length, mean", count],
 ];
 
 /** Return a table of predicted and measured figures, with their ratios in words. `label`: its name for screen readers. */
 export function predictionTable(predicted, measured, label) {
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, h("table", {},
-    h("thead", {}, h("tr", {}, ["", "predicted", "measured", "measured / predicted"].map((name, index) => h("th", { scope: "col", class: index ? "num" : null }, name || h("span", { class: "hidden" }, "figure"))))),
+    h("thead", {}, h("tr", {}, ["", "predicted", "measured", "ratio"].map((name, index) => h("th", { scope: "col", class: index ? "num" : null }, name || h("span", { class: "hidden" }, "figure"))))),
     h("tbody", {}, FIGURES.map(([name, title, write]) => {
       const [before, after] = [predicted?.[name], measured?.[name]];
-      return h("tr", {}, h("th", { scope: "row" }, title), h("td", { class: "num" }, write(before)), h("td", { class: "num" }, write(after)), h("td", { class: "num" }, ratio(before, after)));
+      return h("tr", {}, h("th", { scope: "row" }, title), h("td", { class: "num" }, write(before)), h("td", { class: "num" }, write(after)), h("td", { class: "ratio" }, ratio(before, after)));
     }))));
 }
 
@@ -37,7 +37,7 @@ export function predictionPanel({ prediction, measured }) {
   const { memory } = prediction;
   const hasFigures = Object.values(prediction.figures).some((value) => value !== null);
   return [
-    h("header", {}, h("h2", {}, "Prediction and reality"), h("p", { class: "muted" }, sourceOf(prediction))),
+    h("header", {}, h("h2", {}, "Prediction and reality"), h("p", { class: "muted" }, sourceOf(prediction), hasFigures ? " The ratio is measured / predicted. Measured figures leave out the first tenth of the steps." : "")),
     hasFigures ? (measured ? null : h("p", { class: "muted" }, "Measured figures come after the first steps.")) : null,
     hasFigures ? predictionTable(prediction.figures, measured, "Predicted and measured figures") : null,
     memory.length ? h("p", { class: "muted" }, "Memory that was counted before the start: ", memory.map((each) => `${each.who}${each.count > 1 ? ` (each of ${each.count})` : ""} ${bytes(each.bytes)}`).join(", "), ". What devices really held is not recorded.") : null,
@@ -47,7 +47,7 @@ export function predictionPanel({ prediction, measured }) {
 /** Return where a prediction comes from, as a sentence. */
 function sourceOf({ by, about, time }) {
   if (!by) return "The memory was counted when the run began.";
-  return `By ${by}${about ? ` (${about})` : ""}${time ? `, ${moment(time).slice(0, 16)}` : ""}. Measured figures leave out the first tenth of the steps.`;
+  return `By ${by}${about ? ` (${about})` : ""}${time ? `, ${moment(time).slice(0, 16)}` : ""}.`;
 }
 
 /** Return the panel of a comparison: each real run against its own plan, or against a simulated run beside it. */

@@ -166,6 +166,7 @@ export function saveStrips(turns, { measure, range, title, note }) {
   const bold = `600 13px ${style.fontFamily}`;
   const context = canvas.getContext("2d");
   const boxes = laidOut(turns, context, { measure, range, mono, bold, shade });
+  const legend = measure === "version" ? range.versions.map((version, at) => ({ label: `version ${version}`, colour: shade(`t-kind-${at % 6}`) })) : [];
   probe.remove();
   canvas.height = boxes.height; // clears the canvas
   context.textBaseline = "middle";
@@ -176,13 +177,13 @@ export function saveStrips(turns, { measure, range, title, note }) {
     }
     if (bar) {
       context.fillStyle = tone(bar);
-      context.fillRect(x - 1, y + 1, 2, PICTURE.row - 2);
+      context.fillRect(x - 3, y + 1, 2, PICTURE.row - 2);
     }
     context.font = font;
     context.fillStyle = tone(ink);
     context.fillText(text, x, y + PICTURE.row / 2);
   }
-  savePicture([canvas], { title, note: `${note}${boxes.isCut ? "; the beginning" : ""}` });
+  savePicture([canvas], { title, note: `${note}${boxes.isCut ? "; the beginning" : ""}`, legend });
 }
 
 /** Return where each piece of text stands in the picture of turns, and how high the picture is. */
@@ -209,6 +210,7 @@ function laidOut(turns, context, { measure, range, mono, bold, shade }) {
       const isCut = place > 0 && known.segments[place] !== known.segments[place - 1];
       const back = shade(colour(measure, strip, known, place, range));
       const text = strip.texts[place];
+      if (isSwap || isCut) x += 4;
       put(text.replaceAll("\n", "⏎").replaceAll("\t", "⇥"), { font: mono, ink: "ink", back, bar: isSwap ? "s7" : isCut ? "ink" : null });
       if (text.endsWith("\n")) newline();
     }

@@ -59,7 +59,7 @@ export async function show(root, { rest, api, link }) {
   }, { "aria-pressed": String(name === "step") }));
   append(root, [
     summary(all, link),
-    h("section", { class: "panel section", "aria-label": "Prediction and reality" }, h("header", {}, h("h2", {}, "Prediction and reality"), h("span", { class: "muted" }, "measured figures leave out the first tenth of the steps")), predictionsOf(all)),
+    h("section", { class: "panel section", "aria-label": "Prediction and reality" }, h("header", {}, h("h2", {}, "Prediction and reality"), h("span", { class: "muted" }, "The ratio is measured / predicted. Measured figures leave out the first tenth of the steps.")), predictionsOf(all)),
     h("section", { class: "section", "aria-label": "Curves" }, h("div", { class: "tools" }, h("h2", {}, "Curves"), h("div", { class: "segments", role: "group", "aria-label": "Horizontal axis" }, axis), h("span", { class: "muted" }, "Seconds count from the first step of each run.")), curves),
     h("section", { class: "panel", "aria-label": "Where the time went" }, h("header", {}, h("h2", {}, "Where the time went"), h("span", { class: "muted" }, "over each whole run")), phases(all)),
     h("section", { class: "panel", "aria-label": "Settings that differ" }, h("h2", {}, "Settings that differ"), differences(all)),
