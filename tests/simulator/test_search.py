@@ -196,6 +196,19 @@ def test_a_question_holds_all_that_a_search_needs() -> None:
     assert found.changes.get("redundancy", 0) > 0, found
 
 
+def test_a_run_of_a_mixture_can_be_searched() -> None:
+    entries = {tag: {"name": "guess_number", "data": {"source": "seeds"}} for tag in ("game", "words")}
+    tree = config(SLOW_TOOLS).model_dump(mode="json")
+    settings = Config.model_validate({**tree, "env": {**tree["env"], "mixture": entries}})
+
+    def of_tag(group: int, member: int) -> EpisodeSummary:
+        tag = ("game", "words")[group % 2]
+        return msgspec.structs.replace(episode(group, member), episode=EpisodeId(tag, group, member, 0))
+
+    found = answer(settings, played(settings, of_tag), settings.simulator.engine)
+    assert found.num_simulated > 2, found.reason
+
+
 def test_a_run_that_has_played_nothing_is_told_so() -> None:
     settings = config()
     assert answer(settings, played(settings, episode, count=0), settings.simulator.engine).changes == {}

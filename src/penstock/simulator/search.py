@@ -108,7 +108,7 @@ class TimedWorkload:
     def __init__(self, workload: Workload, clock: Callable[[], float], *, until: float) -> None:
         self.max_tokens, self.max_turns = workload.max_tokens, workload.max_turns
         self._workload, self._clock, self._until = workload, clock, until
-        self.task_id = workload.task_id
+        self.task_id, self.tag = workload.task_id, workload.tag
 
     def plan(self, index: int, attempt: int) -> Plan:
         if self._clock() > self._until:

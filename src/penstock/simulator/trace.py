@@ -51,6 +51,8 @@ class RecordedTask:
 
     task_id: str
     prompt_tokens: int
+    tag: str = "simulated"
+    """Which environment of a mixture played it."""
     episodes: list[RecordedEpisode] = field(default_factory=list)
 
 
@@ -69,6 +71,9 @@ class RecordedWorkload:
 
     def task_id(self, index: int) -> str:
         return self._tasks[self._repeats.task(index)].task_id
+
+    def tag(self, index: int) -> str:
+        return self._tasks[self._repeats.task(index)].tag
 
     def plan(self, index: int, attempt: int) -> Plan:
         task, size = self._tasks[self._repeats.task(index)], self._group_size
@@ -166,7 +171,8 @@ def recorded_task(task_id: str, played: Summaries) -> RecordedTask | None:
         return None
     prompt_tokens = sum(episode.prompt_tokens for episode in episodes) // len(episodes)
     recorded = [RecordedEpisode(turns=_turns(each), reward=each.reward, reward_s=each.reward_s) for each in episodes]
-    return RecordedTask(task_id=task_id, prompt_tokens=prompt_tokens, episodes=recorded)
+    tag = episodes[0].episode.tag
+    return RecordedTask(task_id=task_id, prompt_tokens=prompt_tokens, tag=tag, episodes=recorded)
 
 
 def _turns(episode: EpisodeSummary) -> list[Turn]:

@@ -88,6 +88,9 @@ class Workload(Protocol):
     def task_id(self, index: int) -> str:
         """Return the id of the task at `index`; equal for the same task at another index."""
 
+    def tag(self, index: int) -> str:
+        """Return which environment of a mixture plays the task at `index`; any text without a mixture."""
+
 
 class Repeats:
     """Order of the tasks. All `num_tasks` tasks occur once in a random order, then again in another order. With None,
@@ -121,6 +124,9 @@ class LogNormalWorkload:
 
     def task_id(self, index: int) -> str:
         return f"task/{self._repeats.task(index)}"
+
+    def tag(self, index: int) -> str:
+        return "simulated"
 
     def plan(self, index: int, attempt: int) -> Plan:
         if attempt:
@@ -184,7 +190,7 @@ class Tasks:
             return None
         task_id = self._workload.task_id(index)
         text = f"{stable_seed(self._seed, task_id):016x}"
-        return Task(task_id=task_id, tag="simulated", index=index, payload={"question": text})
+        return Task(task_id=task_id, tag=self._workload.tag(index), index=index, payload={"question": text})
 
 
 class AdmittedTasks:
