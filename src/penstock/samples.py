@@ -103,6 +103,26 @@ def path_to(turns: Sequence[Turn], last: int) -> list[int]:
     return found[::-1]
 
 
+class CalledTool(NamedTuple):
+    """A tool call of an answer."""
+
+    name: str
+    call_id: str = ""
+    """Empty in environments with `step`: calls have no ids there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """The execution of all tool calls of an answer. Times are in seconds since the epoch."""
+
+    calls: Sequence[CalledTool]
+    started_at: float
+    finished_at: float | None = None
+    """None if an agent executes the calls itself: the results come with its next request."""
+    error: str | None = None
+    """Type of the exception that ended the execution; None if there was none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """Observation -> action. `observation_ids` are only the tokens that this turn added to the context."""
@@ -119,6 +139,15 @@ class Turn:
     """Hash of the environment's state, if it names one; None: of the observation."""
     trained: list[bool] | None = None
     """Whether each token of the action is trained; None: all are."""
+    started_at: float = field(default=0.0, compare=False)
+    """Time at which the answer was asked for, in seconds since the epoch. 0 if the worker did not see it: an external
+    program has pushed the turn, or it was read from the pool."""
+    answered_at: float = field(default=0.0, compare=False)
+    """Time at which the answer was complete, in seconds since the epoch. 0 if it never was."""
+    generating_s: float = field(default=0.0, compare=False)
+    """Seconds between the two in which a server worked on the answer. In the others it waited for a grant."""
+    tools: ToolUse | None = field(default=None, compare=False)
+    """None if the action calls no tool."""
 
     @property
     def token_ids(self) -> list[int]:

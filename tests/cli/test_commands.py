@@ -247,6 +247,11 @@ def test_what_is_missing_is_said_before_anything_starts(
         ("observe.trackers=[wandb]", "wandb", "pip install 'penstock[wandb]'"),
         ("observe.trackers=[tensorboard]", "tensorboardX", "pip install 'penstock[tensorboard]'"),
         ("observe.trackers=[mlflow]", "mlflow", "pip install 'penstock[mlflow]'"),
+        (
+            "observe.opentelemetry=http://localhost:4318",
+            "opentelemetry.exporter.otlp.proto.http",
+            "needs the package opentelemetry.exporter.otlp.proto.http: pip install 'penstock[otel]'",
+        ),
         ("seed=0", "reasoning_gym", "data.source needs the package reasoning_gym: pip install 'penstock[tasks]'"),
     ],
 )

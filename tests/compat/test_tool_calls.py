@@ -77,6 +77,10 @@ async def test_an_agent_calls_a_tool_and_answers(chat: ChatTokenizer) -> None:
     assert [part.token_ids for turn in trajectory.turns for part in turn.segments] == answers
     result = {"role": "tool", "content": "5"}
     assert trajectory.turns[1].observation_ids == chat.continuation([result], ended=True, tools=[ADD])
+    first, last = trajectory.turns
+    assert first.tools is not None and first.tools.finished_at is None and last.tools is None
+    assert [call.name for call in first.tools.calls] == ["add"] and all(call.call_id for call in first.tools.calls)
+    assert first.started_at <= first.answered_at <= first.tools.started_at <= last.started_at <= last.answered_at
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from penstock.envs.isolated import making
 from penstock.envs.manager import EnvManager
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Action
-from penstock.samples import Trajectory
+from penstock.samples import CalledTool, Trajectory
 from penstock.types import Sampling, Task
 
 ADD = {
@@ -95,6 +95,28 @@ async def test_tools_are_shown_and_their_calls_read(chat: ChatTokenizer) -> None
     assert policy.prompts[0] == chat.prompt(opening, tools=[ADD])
     result = chat.continuation([{"role": "tool", "content": "5"}], ended=True, tools=[ADD])
     assert trajectory.turns[1].observation_ids == result
+
+
+async def test_turns_know_their_times_and_those_of_their_calls(chat: ChatTokenizer) -> None:
+    trajectory, _ = await play(chat, CALL, "5")
+    first, last = trajectory.turns
+    assert first.tools is not None and first.tools.calls == [CalledTool("add")] and first.tools.error is None
+    assert first.tools.finished_at is not None and last.tools is None
+    times = [trajectory.started_at, first.started_at, first.answered_at, first.tools.started_at]
+    times += [first.tools.finished_at, last.started_at, last.answered_at, trajectory.finished_at]
+    assert times == sorted(times)
+    for turn in trajectory.turns:
+        assert 0.0 < turn.generating_s <= turn.answered_at - turn.started_at + 1e-6
+
+
+async def test_a_step_that_raises_is_an_error_of_its_calls(chat: ChatTokenizer) -> None:
+    class Broken(Sums):
+        def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            raise ZeroDivisionError("a tool")
+
+    trajectory, _ = await play(chat, CALL, make=Broken)
+    (turn,) = trajectory.turns
+    assert trajectory.status == "failed" and turn.tools is not None and turn.tools.error == "ZeroDivisionError"
 
 
 async def test_a_malformed_call_is_told_to_the_environment(chat: ChatTokenizer) -> None:

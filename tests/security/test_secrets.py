@@ -36,6 +36,8 @@ LITERALS: list[tuple[str, Any]] = [
     ("rollout.urls", [f"http://user:{SECRET}@127.0.0.1:8000"]),
     ("rollout.urls", [f"http://{SECRET}@127.0.0.1:8000"]),
     ("rollout.urls", ["http://127.0.0.1:1", f"http://127.0.0.1:8000/?token={SECRET}"]),
+    ("observe.opentelemetry", f"https://user:{SECRET}@collector:4318"),
+    ("observe.opentelemetry", f"http://{SECRET}@collector:4318"),
     ("rollout.args", ["--api-key", SECRET]),
     ("rollout.args", ["--tp", "2", f"--hf-token={SECRET}"]),
     ("rollout.args", ["--ssl-keyfile-password", SECRET]),

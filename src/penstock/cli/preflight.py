@@ -49,6 +49,8 @@ TRACKERS = {name: name for name in ("wandb", "trackio", "mlflow", "swanlab")} | 
 """Package of each tracker. Its extra has the tracker's name."""
 UPLOADS_TO = {"trackio": ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"), "mlflow": ("MLFLOW_TRACKING_URI",)}
 """Environment variables of which one must say where a tracker's service is. The others have a service of their own."""
+OTLP = "opentelemetry.exporter.otlp.proto.http"
+"""Package that sends spans; it brings the SDK."""
 LEAST_MEMORY_BYTES = 32 * MIB
 """Shared memory for a tiny model's weights."""
 
@@ -121,13 +123,14 @@ def check_packages(config: Config) -> None:
     for is_needed, key, package, extra in (
         (config.trainer.lora is not None, "trainer.lora", "peft", "lora"),
         *((name in config.observe.trackers, "observe.trackers", TRACKERS[name], name) for name in TRACKERS),
+        (config.observe.opentelemetry is not None, "observe.opentelemetry", OTLP, "otel"),
         ("reasoning_gym" in sources, "data.source", "reasoning_gym", "tasks"),
         ("huggingface" in sources, "data.source", "datasets", "huggingface"),
         ("math" in rewards, "env.reward", "math_verify", "math"),
         ("judge" in rewards, "env.reward", "openai", "judge"),
         (config.cluster.address is not None, "cluster.address", "ray", "ray"),
     ):
-        if is_needed and find_spec(package) is None:
+        if is_needed and not _is_installed(package):
             raise Refused(f"{key} needs the package {package}: pip install 'penstock[{extra}]'")
     for tracker in config.observe.trackers if config.observe.tracker_upload else ():
         variables = UPLOADS_TO.get(tracker, ())
@@ -136,6 +139,13 @@ def check_packages(config: Config) -> None:
                 f"observe.tracker_upload: {tracker} does not know where to send the points: set the environment "
                 f"variable {' or '.join(variables)}, or set observe.tracker_upload to false"
             )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # a parent of the package
+        return False
 
 
 def check_sandbox(config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, Literal
@@ -30,6 +31,9 @@ from penstock.types import UpdateMode
 
 ENDPOINT_REQUESTS = 32
 """Most requests to an endpoint at once, unless `scheduler.max_running` says another number."""
+
+COLLECTOR = re.compile(r"https?://[^\s/?#]+(?:/[^\s?#]*)?")
+"""The base URL of a collector: a host, and perhaps a port and a path."""
 
 
 class TinyModelConfig(Section):
@@ -200,11 +204,21 @@ class ObserveConfig(Section):
     """Port at which Prometheus can scrape the whole run, at `/metrics`; 0 lets the system choose. None serves none."""
     metrics_host: str = "127.0.0.1"
     """Address of this endpoint. Clients of another address than loopback must send `rollout.api_key`."""
+    opentelemetry: str | None = None
+    """Base URL of a collector that takes OTLP over HTTP, such as http://localhost:4318. Each episode becomes a trace
+    there. The standard variables `OTEL_*` hold, for example OTEL_EXPORTER_OTLP_HEADERS for a key."""
     samples: int = Field(5, ge=0)
     """Number of held-out tasks for which the closing report shows the answers before and after training."""
     trajectories: int = Field(20, ge=0)
     """Keep one group of each of this many latest optimizer steps for reading, in `trajectories/` of the run: its text,
     and its tokens up to about two megabytes."""
+
+    def contradictions(self) -> Iterator[str]:
+        if (address := self.opentelemetry) is not None:
+            if not COLLECTOR.fullmatch(address):
+                yield f"opentelemetry: {address!r} is not the address of a collector, such as http://localhost:4318"
+            if address.rstrip("/").endswith("/v1/traces"):
+                yield f"opentelemetry: leave out /v1/traces of {address!r}: the run adds it"
 
 
 class Config(Section):

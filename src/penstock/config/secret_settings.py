@@ -63,4 +63,6 @@ def _remedy(key: str) -> str:
         return "give it to the engine through the engine's own environment variable, such as VLLM_API_KEY or HF_TOKEN"
     if key == "rollout.urls":
         return "set the environment variable PENSTOCK_API_KEY, and give the address alone"
+    if key == "observe.opentelemetry":
+        return "set the environment variable OTEL_EXPORTER_OTLP_HEADERS, and give the address alone"
     return "leave it out, and set the environment variable of the client that needs it, such as AWS_SECRET_ACCESS_KEY"

@@ -204,7 +204,7 @@ class Dashboard:
     def prediction(self, request: Request) -> Response:
         """Answer what a simulation predicted of the run, and what the run has measured."""
         run = self.open(request)
-        run.catch_up()
+        run.catch_up(run.metrics)
         found = {"prediction": prediction_of(run.run_dir), "measured": measured(run.metrics)}
         return JsonResponse(found | partly(run.metrics.indexed))
 

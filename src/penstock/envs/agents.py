@@ -22,7 +22,7 @@ from penstock.envs.episode import Episode, OpenTurn
 from penstock.model.answer_format import call_ids, with_decoded_arguments
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Endpoint
-from penstock.samples import Segment, place_of
+from penstock.samples import CalledTool, Segment, place_of
 from penstock.sendable import sendable
 from penstock.types import StopReason
 
@@ -276,6 +276,8 @@ class Conversation:
         self._continued.setdefault(parent, []).append(turn)
         if asked is not None:
             message = self._message(given_ids, answer.token_ids, asked)
+            if calls := message.get("tool_calls"):
+                episode.called(turn, [CalledTool(each["function"]["name"], each["id"]) for each in calls])
             shared = () if asked.repeated is None else asked.repeated.messages  # kept once, however often it is sent
             is_text = "tool_calls" not in message and message["content"] == self._chat.decode(opened.turn.token_ids)
             said = Said(turn, [*shared, *asked.messages[len(shared) :], message], asked.settings, is_text)

@@ -26,8 +26,8 @@ from penstock.envs.rewards.reward import check_number
 from penstock.envs.rewards.scorer import Scorer
 from penstock.envs.stopwatch import Stopwatch
 from penstock.envs.worker_calls import MAX_INFO_MEMORY, memory_of, plain
-from penstock.ports.environment import TaskError
-from penstock.samples import Credit, Segment, Trajectory, Turn, num_routed, path_to
+from penstock.ports.environment import Action, TaskError
+from penstock.samples import CalledTool, Credit, Segment, ToolUse, Trajectory, Turn, num_routed, path_to
 from penstock.scheduler.segments import AnswerState, SegmentPolicy
 from penstock.seeding import nth_seed
 from penstock.sendable import sendable
@@ -130,7 +130,8 @@ class OpenTurn:
     def close(self) -> int:
         """Add the turn to the episode's turns, since its answer is complete. Return its index there."""
         self.episode.open.remove(self)
-        self.episode.turns.append(self.turn)
+        answered = replace(self.turn, answered_at=self.episode.now, generating_s=self.spent.seconds)
+        self.episode.turns.append(answered)
         return len(self.episode.turns) - 1
 
     def drop(self) -> None:
@@ -207,6 +208,11 @@ class Episode:
         return f"{self.lease.episode} of {self.task.task_id}"
 
     @property
+    def now(self) -> float:
+        """Return the time in seconds since the epoch, which never goes back within an episode."""
+        return self.started_at + asyncio.get_running_loop().time() - self.began
+
+    @property
     def remaining_s(self) -> float:
         """Return the remaining seconds of the lease."""
         return self.lease.deadline_s - self.spent.seconds
@@ -226,7 +232,9 @@ class Episode:
         self._num_opened[after] += 1
         opened = OpenTurn(
             episode=self,
-            turn=Turn(observation_ids=observation_ids, segments=[], parent=parent, state=self.state),
+            turn=Turn(
+                observation_ids=observation_ids, segments=[], parent=parent, state=self.state, started_at=self.now
+            ),
             context=self.context_after(after) + observation_ids,
             bounds=replace(self.bounds, max_new_tokens=min(self.bounds.max_new_tokens, max_tokens)),
             # The engine mixes in the position, so only turns with the same parent need different seeds.
@@ -262,6 +270,24 @@ class Episode:
         """Add to the reward of an action, by default the latest one."""
         self.reward += reward
         self.turns[turn] = replace(self.turns[turn], reward=self.turns[turn].reward + reward)
+
+    def called(self, turn: int, calls: Sequence[CalledTool]) -> None:
+        """Note that an answer calls tools, which an agent will execute."""
+        self.turns[turn] = replace(self.turns[turn], tools=ToolUse(calls=calls, started_at=self.now))
+
+    @contextmanager
+    def executing(self, turn: int, action: str) -> Iterator[None]:
+        """Note when the body executes the tool calls of an action, if there are any, and what it raises."""
+        calls = [CalledTool(each.name) for each in action.calls] if isinstance(action, Action) else []
+        use, error = ToolUse(calls=calls, started_at=self.now), None
+        try:
+            yield
+        except BaseException as raised:
+            error = type(raised.__cause__ or raised).__name__
+            raise
+        finally:
+            if calls:
+                self.turns[turn] = replace(self.turns[turn], tools=replace(use, finished_at=self.now, error=error))
 
     def hear(self, info: object) -> None:
         """Keep the wanted keys of an environment's `info`, in a form that can be sent, and its metrics. Raises

@@ -160,16 +160,17 @@ class OwnManaged:
         await asyncio.sleep(0)
         turn = self._turn_of(answer)
         with self._call():
-            outcome = await self._step(answer.action if action is None else action)
+            outcome = await self._step(turn, answer.action if action is None else action)
         if self._episode.scorer is None and outcome.reward is not None:
             is_paid = answer.is_finished or not self._episode.settings.penalize_truncation
             self._episode.earn(outcome.reward if is_paid else 0.0, turn=turn)
         return outcome
 
-    async def _step(self, action: str) -> Outcome:
+    async def _step(self, turn: int, action: str) -> Outcome:
         async with AsyncExitStack() as stack:
             await self._timeout.paused(stack.enter_async_context(self._environment.slot()))
             holder = self._environment.holder("step")
+            stack.enter_context(self._episode.executing(turn, action))
             async with self._working(holder, "its next observation"):
                 outcome = self._last = await self._environment.step(action)
         self._episode.hear(outcome.info)

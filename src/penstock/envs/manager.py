@@ -402,11 +402,13 @@ class EnvManager:
 
     async def _step(self, turn: OpenTurn, env: EpisodeEnvironment) -> Outcome:
         episode = turn.episode
-        async with env.slot(), spending([episode], resource="its next observation", holder=env.holder("step")):
+        async with env.slot():
             action = env.style.action(self._chat, episode.text, turn.prompt_end(LAST_TOKENS))
             if isinstance(action, Action) and not action.calls:
                 self._num_unread += self._chat.answers.foreign_format(action.content) is not None
-            outcome = await env.step(action)
+            with episode.executing(len(episode.turns) - 1, action):
+                async with spending([episode], resource="its next observation", holder=env.holder("step")):
+                    outcome = await env.step(action)
         episode.hear(outcome.info)
         return outcome
 

@@ -103,14 +103,15 @@ class Exchange:
         self.has_begun = True
         self.published = max(self.published, work.policy_version)
         self._match()
-        trajectory = partial(Trajectory, task_id=work.task.task_id)
+        trajectory = partial(Trajectory, task_id=work.task.task_id, started_at=started_at)
         try:
             waiter = f"group {work.group}"
             with warn_if_stalled(STALL_WARNING_S, waiter=waiter, resource="a pushed group", holder=self._holder):
                 offer = await lease
         except EpisodeFailure as error:
             for episode in work.episodes:
-                ended(trajectory(episode=episode, turns=[], reward=0.0, status="failed", error=str(error)), "")
+                failed = trajectory(episode=episode, turns=[], reward=0.0, status="failed", error=str(error))
+                ended(replace(failed, finished_at=time.time()), "")
             return
         except asyncio.CancelledError:
             self._give_back(lease)
@@ -118,7 +119,7 @@ class Exchange:
         self.counts["taken"] += 1
         for episode, scored in zip(work.episodes, offer.episodes, strict=True):
             completed = trajectory(episode=episode, turns=scored.turns, reward=scored.reward, status=scored.status)
-            ended(replace(completed, started_at=started_at, finished_at=time.time()), "")
+            ended(replace(completed, finished_at=time.time()), "")
         if not offer.outcome.done():
             offer.outcome.set_result(None)
 

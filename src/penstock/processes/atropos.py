@@ -28,6 +28,7 @@ from penstock.ports.environment import PolicyClient
 from penstock.processes.env_worker import Worker
 from penstock.processes.layout import chat_of
 from penstock.processes.pool_access import pool_of_worker
+from penstock.processes.tracing import tracing
 from penstock.rollout.app import ApiKeys, App
 from penstock.rollout.generation import Generation
 from penstock.rollout.generation_cache import GenerationCache
@@ -44,8 +45,8 @@ FAREWELL_S = 1.0
 
 async def trade(child: Child, config: Config) -> None:
     """Pass groups from the environments to the run, until told to stop."""
-    async with asyncio.TaskGroup() as tasks:
-        worker = Worker(config, child.name, pool_of_worker(child), tasks)
+    async with tracing(config, child) as trace, asyncio.TaskGroup() as tasks:
+        worker = Worker(config, child.name, pool_of_worker(child), tasks, trace=trace)
         async with open_exchange(child, config, worker.servers) as exchange:
 
             def counts() -> dict[str, float]:

@@ -28,6 +28,7 @@ from penstock.ports.environment import Environment
 from penstock.processes.env_worker import Worker
 from penstock.processes.layout import chat_of, model_dir
 from penstock.processes.pool_access import pool_of_worker
+from penstock.processes.tracing import tracing
 from penstock.rollout.openai_client import policy_of
 from penstock.sandbox import select
 from penstock.supervisor.child import Child
@@ -82,10 +83,11 @@ async def play(
         making(config, kinds) as make,
         aclosing(Scorers(config)) as scorers,
         gateway_for_agents(config, kinds.values(), chat) as gateway,
+        tracing(config, child) as trace,
         asyncio.TaskGroup() as tasks,
     ):
         recorded = routing(model_dir(config, child.run_dir)) if config.replays_routers else None
-        worker = Worker(config, child.name, pool_of_worker(child), tasks, routing=recorded)
+        worker = Worker(config, child.name, pool_of_worker(child), tasks, routing=recorded, trace=trace)
         other = None if config.policy.has_tokens else policy_of(config.policy)
         manager = EnvManager(
             config if other is None else without_token_limits(config),

@@ -21,6 +21,7 @@ from penstock.processes.bus_client import Member, Telemetry, membership
 from penstock.processes.group_progress import GroupProgress
 from penstock.processes.partial_rollouts import PartialRollouts
 from penstock.processes.pool_access import WorkerPool
+from penstock.processes.tracing import Trace
 from penstock.rollout.servers import Servers
 from penstock.routed_experts import Routing
 from penstock.samples import Trajectory
@@ -48,9 +49,11 @@ class Worker(Member):
         tasks: asyncio.TaskGroup,
         *,
         routing: Routing | None = None,
+        trace: Trace | None = None,
     ) -> None:
-        """`routing`: what the policy's routers record for the learner; None: nothing."""
-        self._config, self._name = config, name
+        """`routing`: what the policy's routers record for the learner; None: nothing. `trace`: called with each episode
+        that ends."""
+        self._config, self._name, self._trace = config, name, trace
         rollout = config.rollout
         self.servers = Servers(
             [],  # the controller sends the URLs
@@ -205,6 +208,8 @@ class Worker(Member):
 
     def _ended(self, group: GroupProgress, trajectory: Trajectory, text: str) -> None:
         """Keep a member that ended. Members that end in one turn of the event loop are reported together."""
+        if self._trace is not None:
+            self._trace(group.work.task, trajectory)
         if self._groups.get(group.number) is not group:
             self.num_surplus_tokens += trajectory.num_tokens if group.whole and not group.failed else 0
             return  # whole, cancelled or closed meanwhile
