@@ -13,8 +13,9 @@ import torch
 
 from penstock.config import Config, ConfigError
 from penstock.deadline import Stalled
+from penstock.ports.process_launcher import Device
 from penstock.processes import foreign_server
-from penstock.processes.devices import take_one
+from penstock.processes.devices import devices_in_use, take_one
 from penstock.processes.foreign_server import environment
 from penstock.processes.visible import VARIABLES, num_devices, share_in, shares_device
 
@@ -186,6 +187,66 @@ async def test_an_engine_that_starts_again_waits_until_the_trainer_has_given_the
     monkeypatch.setattr(foreign_server, "WAIT_SHARE", 1e-9)
     with pytest.raises(Stalled, match="80% of the memory of its device"):
         await foreign_server.await_room(child, config, {})
+
+
+async def test_the_devices_of_an_engine_are_named_by_their_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {name: tmp_path / name for name in ("told", "free", "rest")}
+    (tmp_path / "nvidia-smi").write_text(SMI.format(**files).replace("head -1 {free}", "cat"))
+    (tmp_path / "nvidia-smi").chmod(0o700)
+    files["free"].write_text("NVIDIA H100, 3000, 81559\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    child: Any = SimpleNamespace(name="rollout-0")
+    config = Config.model_validate({"rollout": {"engine": "vllm"}})
+    monkeypatch.setenv(CUDA, "4,5")
+    found = await foreign_server.engine_devices(child, config)
+    assert found == [Device(name="NVIDIA H100", number="5", used_bytes=3000 << 20, total_bytes=81559 << 20)]
+    assert files["told"].read_text().endswith("-i 5\n")
+    files["free"].write_text("NVIDIA H100, [N/A], 81559\n")
+    assert await foreign_server.engine_devices(child, config) is None
+    assert await foreign_server.engine_devices(child, Config.model_validate({"model": {"device": "cpu"}})) == []
+    running = {"rollout": {"engine": "vllm", "urls": ["http://127.0.0.1:1"]}}
+    assert await foreign_server.engine_devices(child, Config.model_validate(running)) is None
+
+
+class Driver(SimpleNamespace):
+    """Two devices; this process has memory on the second one."""
+
+    def is_initialized(self) -> bool:
+        return bool(self.is_used)
+
+    def device_count(self) -> int:
+        return 2
+
+    def memory_reserved(self, index: int) -> int:
+        return index
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        return 30, 80
+
+    def get_device_name(self, index: int) -> str:
+        return f"H{index}00"
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_used", "seen", "expected"),
+    [
+        ("cuda", True, None, [Device(name="H100", number="1", used_bytes=50, total_bytes=80)]),
+        ("cuda", True, "5,GPU-7", [Device(name="H100", number="GPU-7", used_bytes=50, total_bytes=80)]),
+        ("cuda", False, None, []),
+        ("mps", True, None, None),
+        (None, False, None, []),
+    ],
+)
+def test_a_process_names_the_devices_that_hold_its_memory(
+    monkeypatch: pytest.MonkeyPatch, kind: str | None, is_used: bool, seen: str | None, expected: list[Device] | None
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Driver(is_used=is_used))
+    if seen is not None:
+        monkeypatch.setenv(CUDA, seen)
+    assert devices_in_use() == expected
 
 
 @pytest.mark.parametrize(

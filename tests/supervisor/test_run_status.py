@@ -100,3 +100,26 @@ def test_the_latest_decision_of_each_decider_is_found_in_any_text() -> None:
         "b": {"decider": "b", "time": 2.0, "reason": "x", "group": 3},
     }
     assert latest_decisions(b"") == {}
+
+
+DEVICE = {"name": "H100", "number": "0", "used_bytes": 1, "total_bytes": 2}
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (None, None),
+        ([], []),
+        ([DEVICE], [DEVICE]),
+        ([DEVICE | {"more": 1}], [DEVICE]),
+        ("cpu", None),
+        ([DEVICE, 5], None),
+        ([{"name": "H100"}], None),
+    ],
+)
+def test_devices_of_a_process_are_shown_if_they_are_known(run_dir: Path, written: object, shown: object) -> None:
+    state = json.loads((run_dir / "state.json").read_text())
+    state["processes"] = {"trainer-0": {"state": "ready", "role": "trainer", "devices": written}}
+    jsonl.write_json(run_dir / "state.json", state)
+    _, *rows = StatusReader(run_dir).read()["processes"]
+    assert [row["devices"] for row in rows if row["name"] == "trainer-0"] == [shown]

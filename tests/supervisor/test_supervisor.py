@@ -129,6 +129,23 @@ async def test_a_restart_set_is_started_again_as_a_whole(tmp_path: Path, victim:
     assert_nothing_left(run)
 
 
+async def test_the_devices_of_ready_processes_are_recorded(tmp_path: Path) -> None:
+    settings = SupervisorConfig(heartbeat_s=0.05)
+    run = Run(tmp_path, [spec("controller", "obedient"), spec("trainer-0", "on_device")], settings=settings)
+    task = asyncio.create_task(run.supervise())
+    await until(run, "running")
+
+    def known() -> list[Any]:
+        return [facts["devices"] for facts in state_of(run)["processes"].values()]  # type: ignore[attr-defined]
+
+    async with deadline(LIMIT_S, waiter="the test", resource="the devices", holder="the supervisor"):
+        while None in known():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert known() == [[], [{"name": "H100", "number": "3", "used_bytes": 2 << 30, "total_bytes": 80 << 30}]]
+    (run.run_dir / "finish").touch()
+    assert (await task).status is RunState.COMPLETED
+
+
 @pytest.mark.parametrize("victim", ["controller", "env-0"])
 async def test_whoever_is_killed_is_started_again_and_the_run_completes(tmp_path: Path, victim: str) -> None:
     run = Run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,12 +58,25 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """An accelerator that a process uses, when it became ready. The memory is that of all processes there."""
+
+    name: str
+    number: str
+    """Its number or id on the machine."""
+    used_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """The latest heartbeat and error report of a process."""
 
     beat: Beat | None = None
     """None if there is no heartbeat, or while the process is writing one."""
     report: Report | None = None
+    devices: Sequence[Device] | None = None
+    """Accelerators of a process that is ready; empty if it computes on the CPU, None if they are not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +114,8 @@ class ProcessHandle(Protocol):
         """Return None once the process is ready, else what is still missing. Checks the identity of the process."""
 
     async def look(self) -> Look:
-        """Return the latest heartbeat and error report of exactly this process; empty if they cannot be read now."""
+        """Return the latest heartbeat, error report and devices of exactly this process; empty if they cannot be read
+        now."""
 
     async def signal(self, signum: int) -> None:
         """Signal the process and all its descendants. A process that SIGKILL cannot reach counts as lost."""

@@ -11,6 +11,7 @@ import torch
 
 from penstock.config import Config
 from penstock.model.load_policy import resolve_device
+from penstock.ports.process_launcher import Device
 from penstock.processes.layout import num_trainer_processes
 from penstock.processes.visible import VARIABLES, named, of_server
 
@@ -38,6 +39,27 @@ def device_of(number: int, config: Config) -> torch.device:
     own = torch.device(device.type, number % torch.accelerator.device_count())
     torch.accelerator.set_device_index(own)
     return own
+
+
+def devices_in_use() -> list[Device] | None:
+    """Return the accelerators on which this process has memory; empty if there are none. None if their driver does not
+    tell."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return []
+    variable, module = VARIABLES.get(accelerator.type), torch.get_device_module(accelerator)
+    if variable is None:
+        return None
+    if not module.is_initialized():
+        return []
+    names, found = named(variable), list[Device]()
+    for index in range(module.device_count()):
+        if module.memory_reserved(index):
+            free, total = module.mem_get_info(index)
+            number = str(index) if names is None else names[index]
+            name = module.get_device_name(index)
+            found.append(Device(name=name, number=number, used_bytes=total - free, total_bytes=total))
+    return found
 
 
 def take_one(config: Config, number: int) -> None:

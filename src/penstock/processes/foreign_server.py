@@ -31,16 +31,19 @@ from penstock.deadline import Stalled, alongside, deadline, first, warn_if_stall
 from penstock.model.files import ModelError, routing
 from penstock.observe.log_lines import Paced
 from penstock.ports.observer import BusySpan
+from penstock.ports.process_launcher import Device
 from penstock.processes.bus_client import Member, Telemetry, membership
 from penstock.processes.layout import host_of, model_dir, server_number, takes_turns
 from penstock.processes.own_port import OwnPortConnector
 from penstock.processes.plan_request import PLAN_S, memory_plan
 from penstock.processes.visible import (
+    LIST_S,
     SHARES,
     devices_of,
     direct_way,
     free_share,
     has_accelerator,
+    listed,
     of_foreign_server,
     share_in,
     shares_device,
@@ -163,7 +166,7 @@ async def serve(child: Child, config: Config) -> None:
                 alongside(metrics.keep_reading()),
                 membership(child, config, role="rollout", member=metrics, url=url),
             ):
-                child.report_ready(url)
+                child.report_ready(url, devices=await engine_devices(child, config))
                 await first(stop.wait(), *([process.wait()] if process is not None else []))
     finally:
         await session.close()
@@ -250,6 +253,20 @@ async def await_room(child: Child, config: Config, variables: Mapping[str, str])
         while (free := await asyncio.to_thread(free_share, devices)) is not None and free < share:
             log.info(f"waits for {resource}; {free:.0%} are free")
             await asyncio.sleep(ROOM_EVERY_S)
+
+
+async def engine_devices(child: Child, config: Config) -> list[Device] | None:
+    """Return the devices of an engine that the run has started, and their memory. None for one that ran already."""
+    if config.rollout.urls:
+        return None
+
+    def look() -> list[Device] | None:
+        if not has_accelerator(config):
+            return []
+        return listed(devices_of(environment(config, server_number(child)), config.rollout.args))
+
+    async with deadline(3 * LIST_S, waiter=child.name, resource="the names of its devices", holder="their driver"):
+        return await asyncio.to_thread(look)
 
 
 @asynccontextmanager

@@ -40,6 +40,7 @@ def _answer_calls(child: Child) -> None:
     """Execute the trainer's calls until the trainer is gone."""
     with lasting_imports():
         import_module("penstock.processes.trainer_rank")  # imports what every rank needs, while the trainer starts
+        from penstock.processes.devices import devices_in_use
     worker, num_done, doing = RankWorker(), 0, ""
 
     def ticked() -> None:
@@ -61,4 +62,4 @@ def _answer_calls(child: Child) -> None:
             doing = ""
             child.pulse(num_done, doing)
             if worker.has_workers and not was_built:
-                child.report_ready()
+                child.report_ready(devices=devices_in_use())

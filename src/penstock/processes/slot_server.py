@@ -26,7 +26,7 @@ from penstock.model.chat import ChatTokenizer
 from penstock.model.compute import CopyStream
 from penstock.model.load_policy import load_policy, resolve_device, resolve_dtype
 from penstock.processes.bus_client import Member, Telemetry, membership
-from penstock.processes.devices import num_threads, take_one
+from penstock.processes.devices import devices_in_use, num_threads, take_one
 from penstock.processes.layout import RECEIVED, host_of, model_dir, num_servers_beside, server_number
 from penstock.processes.visible import shares_device
 from penstock.rollout.app import ApiKeys
@@ -128,7 +128,7 @@ async def serve(child: Child, config: Config) -> None:
         ) as runner,
         membership(child, config, role="rollout", member=EngineMember(runner), url=url),
     ):
-        child.report_ready(url)
+        child.report_ready(url, devices=devices_in_use())
         await first(stop.wait(), runner.failed.wait())
 
 

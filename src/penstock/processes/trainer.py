@@ -45,6 +45,7 @@ from penstock.ports.episode_manager import EpisodeManager
 from penstock.ports.observer import BusySpan
 from penstock.ports.training import TrainerState, WeightsNotSent
 from penstock.processes.bus_client import Member, Telemetry, membership
+from penstock.processes.devices import devices_in_use
 from penstock.processes.layout import model_dir, places, rank_name, rank_names, takes_turns, without_keys
 from penstock.processes.pool_access import payloads_of
 from penstock.processes.trainer_rank import LOOPBACK, Actor, CriticRank, ReferenceRank, TrainerRank
@@ -503,7 +504,7 @@ async def serve(child: Child) -> None:
     process = await made(config, child, stop)
     try:
         async with membership(child, config, role="trainer", member=process):
-            child.report_ready()
+            child.report_ready(devices=devices_in_use())
             await stop.wait()
     finally:
         process.close()

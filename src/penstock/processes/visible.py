@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from penstock.config import Config, ConfigError
+from penstock.ports.process_launcher import Device
 from penstock.processes.layout import are_together, takes_turns, trainer_nodes
 from penstock.types import DirectWeights
 
@@ -158,6 +159,20 @@ def free_share(devices: Sequence[str]) -> float | None:
         free = [line.split(",") for line in listed.stdout.splitlines()]
         return min((float(some) / float(whole) for some, whole in free), default=None)
     except (OSError, ValueError, ZeroDivisionError, subprocess.TimeoutExpired):
+        return None
+
+
+def listed(devices: Sequence[str]) -> list[Device] | None:
+    """Return these CUDA devices as their driver describes them; None if it does not tell."""
+    words = ["nvidia-smi", "--query-gpu=name,memory.used,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run([*words, "-i", ",".join(devices)], capture_output=True, text=True, timeout=LIST_S)
+        rows = [line.rsplit(",", 2) for line in answer.stdout.splitlines()]
+        return [
+            Device(name=name, number=number, used_bytes=int(used) << 20, total_bytes=int(total) << 20)
+            for number, (name, used, total) in zip(devices, rows, strict=True)
+        ]
+    except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
 
 

@@ -21,12 +21,13 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from penstock.observe import jsonl, log_lines
+from penstock.ports.process_launcher import Device
 
 logger = logging.getLogger(__name__)
 
@@ -110,10 +111,13 @@ class Child:
         shown = f": {log_lines.pairs(settings)}" if settings else ""
         logger.info("starts (%s; pid %d)%s", log_lines.versions(), os.getpid(), shown)
 
-    def report_ready(self, url: str | None = None) -> None:
-        """Tell the supervisor that this process is ready, and the `url` at which it serves, if any."""
+    def report_ready(self, url: str | None = None, *, devices: Sequence[Device] | None = ()) -> None:
+        """Tell the supervisor that this process is ready, the `url` at which it serves, if any, and its accelerators.
+        `devices`: None if they are not known."""
         logger.info("is ready%s", "" if url is None else f" at {url}")
-        record = {"nonce": self.nonce, "pid": os.getpid()}
+        record: dict[str, object] = {"nonce": self.nonce, "pid": os.getpid()}
+        if devices is not None:
+            record["devices"] = [asdict(each) for each in devices]
         self._publish("ready", record if url is None else record | {"url": url})
 
     def pulse(self, progress: int, doing: str) -> None:

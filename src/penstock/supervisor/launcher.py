@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from penstock.observe import jsonl
 from penstock.own_files import remove_tree
-from penstock.ports.process_launcher import Beat, End, Look, ProcessSpec, Report
+from penstock.ports.process_launcher import Beat, Device, End, Look, ProcessSpec, Report
 from penstock.runtime.held_port import HeldPort
 from penstock.sandbox import control_groups
 from penstock.supervisor import procfs
@@ -75,7 +75,9 @@ class LocalProcess:
     async def look(self) -> Look:
         beat = self._read("heartbeats")
         known = Beat(time=beat["time"], progress=beat["progress"], doing=beat["doing"]) if beat else None
-        return Look(beat=known, report=self.report())
+        devices = self._read("ready").get("devices")
+        seen = [Device(**each) for each in devices] if devices is not None else None
+        return Look(beat=known, report=self.report(), devices=seen)
 
     def report(self) -> Report | None:
         """Return the error that the process reported."""

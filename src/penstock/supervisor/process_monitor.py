@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,7 @@ class ProcessMonitor:
             returncode=None,
             kind=None,
             reason=None,
+            devices=None,
             **self.process.facts,
         )
         if self.retired.is_set():  # it was set during the start
@@ -145,12 +146,16 @@ class ProcessMonitor:
         """Await readiness, then check for progress until the process is signalled. Returns why it has to be killed."""
         if missing := await self._await_ready(process):
             return f"was not ready after {self.spec.ready_s:g} s: {missing}"
-        liveness = Liveness(self.settings, now=time.monotonic())
+        liveness, devices = Liveness(self.settings, now=time.monotonic()), None
         while True:
             await asyncio.sleep(self.settings.heartbeat_s)
             if self._sent:
                 await asyncio.Event().wait()
-            finding = liveness.look((await process.look()).beat, now=time.monotonic())
+            look = await process.look()
+            if look.devices is not None and devices is None:
+                devices = [asdict(each) for each in look.devices]
+                self.journal.describe_process(self.spec.name, devices=devices)
+            finding = liveness.look(look.beat, now=time.monotonic())
             if finding.health is Health.HUNG:
                 return f"hung: {finding.reason}"
             self._note_health(finding)

@@ -113,6 +113,11 @@ class RunJournal:
         self.note("process", name=name, state=to.value, **facts)
         self._save()
 
+    def describe_process(self, name: str, **facts: Any) -> None:
+        """Store facts about one process in the snapshot alone. They are no event."""
+        self._document["processes"][name].update(redacted(facts))
+        self._save()
+
     def close_processes(self, *, kind: str, reason: str) -> None:
         """Mark as ended every started process without a recorded end."""
         for name, known in self._document["processes"].items():

@@ -298,8 +298,23 @@ def _process(name: str, facts: Mapping[str, Any]) -> Document:
         "alive": alive if identity is None or identity.is_here else None,
         "restarts": facts.get("restarts", 0),
         **{key: facts.get(key) for key in ("pid", "node", "returncode", "reason")},
+        "devices": _devices(facts.get("devices")),
         **dict.fromkeys(("age_seconds", "cpu_seconds", "cpu_cores", "rss_bytes")),
     }
+
+
+def _devices(written: object) -> list[Document] | None:
+    """Return the accelerators of a process; empty if it computes on the CPU, None if they are not known."""
+    if not isinstance(written, list):
+        return None
+    known = []
+    for each in written:
+        match each:
+            case {"name": str(name), "number": str(number), "used_bytes": int(used), "total_bytes": int(total)}:
+                known.append({"name": name, "number": number, "used_bytes": used, "total_bytes": total})
+            case _:
+                return None
+    return known
 
 
 MAX_CHANGES = 16

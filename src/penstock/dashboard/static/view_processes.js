@@ -31,7 +31,7 @@ export async function show(root, { run, api, live, params, link }) {
   let lines = [];
   append(root, [
     h("section", { class: "panel scroll", tabindex: 0, role: "region", "aria-label": "Processes" }, h("table", {},
-      h("thead", {}, h("tr", {}, [["process"], ["state"], ["node"], ["pid", 1], ["age", 1], ["restarts", 1], ["cores", 1], ["memory", 1], ["about"], ["log"]].map(([name, isNumber]) => h("th", { scope: "col", class: isNumber ? "num" : null }, name)))), body)),
+      h("thead", {}, h("tr", {}, [["process"], ["state"], ["node"], ["pid", 1], ["age", 1], ["restarts", 1], ["cores", 1], ["memory", 1], ["device"], ["about"], ["log"]].map(([name, isNumber]) => h("th", { scope: "col", class: isNumber ? "num" : null }, name)))), body)),
     incidents,
     h("section", { class: "panel section", "aria-label": "Log" }, h("div", { class: "tools" }, h("h2", {}, "Log of"), choice, older, words, said), log),
   ]);
@@ -40,7 +40,7 @@ export async function show(root, { run, api, live, params, link }) {
     update(body, (status.processes ?? []).map((each) => h("tr", {},
       h("th", { scope: "row", class: "nowrap" }, each.name), h("td", {}, h("span", { class: `pill ${pillOf(each)}` }, each.state)), h("td", {}, plain(each.node)),
       h("td", { class: "num" }, each.pid ?? NONE), h("td", { class: "num" }, spoken(each.age_seconds)), h("td", { class: "num" }, each.restarts ? h("strong", {}, each.restarts) : "0"),
-      h("td", { class: "num" }, number(each.cpu_cores)), h("td", { class: "num" }, bytes(each.rss_bytes)), h("td", { class: "break" }, plain(each.reason)),
+      h("td", { class: "num" }, number(each.cpu_cores)), h("td", { class: "num" }, bytes(each.rss_bytes)), h("td", {}, devices(each.devices)), h("td", { class: "break" }, plain(each.reason)),
       h("td", {}, button("Log", () => choose(each.name), { class: "small quiet", "aria-label": `Log of ${each.name}` })))));
     const names = [...new Set([...(status.processes ?? []).map((each) => each.name), ...ALSO])];
     if (choice.options.length !== names.length) fill(choice, names.map((name) => h("option", { value: name, selected: name === chosen }, name)));
@@ -120,6 +120,13 @@ export async function show(root, { run, api, live, params, link }) {
 function pillOf(process) {
   if (process.state === "exited") return process.returncode ? "bad" : "";
   return stateClass(process.state) || (process.alive ? "good" : "");
+}
+
+/** Return the accelerators of a process, a line for each. Their memory is that of all processes, when this one became ready. */
+function devices(known) {
+  if (!known) return NONE;
+  if (!known.length) return "cpu";
+  return known.map((each) => h("div", { title: `device ${each.number}; its memory when the process became ready, with that of other processes` }, `${each.name}, ${bytes(each.used_bytes)} of ${bytes(each.total_bytes)}`));
 }
 
 function told(event) {
