@@ -32,11 +32,17 @@ from penstock.control.messages import (
     Accumulate,
     AskSaved,
     Begin,
+    BucketLent,
+    CloseGroup,
     FinishCheckpoint,
     FinishPublish,
     FoundSaved,
+    GroupOpened,
     LearnerStateUpdate,
+    LendBucket,
     Metrics,
+    NotSent,
+    OpenGroup,
     Publish,
     Published,
     Publishing,
@@ -51,6 +57,7 @@ from penstock.groups.method import remote_method
 from penstock.groups.role import Rank
 from penstock.model.files import ModelError
 from penstock.model.load_policy import load_policy
+from penstock.processes import trainer as trainer_module
 from penstock.processes.layout import prepare, rank_names
 from penstock.processes.trainer import TrainerProcess, made
 from penstock.processes.trainer_rank import Actor, CriticRank, ReferenceRank, TrainerRank
@@ -62,7 +69,10 @@ from penstock.trainer.learner import Learner
 from penstock.types import GroupRef
 from penstock.version_history import VersionHistory
 from penstock.weights.adapters import MergingReceiver
+from penstock.weights.lent_memory import LentMemory
+from penstock.weights.live_weights import LiveWeights
 from penstock.weights.receiver import Receiver
+from penstock.weights.sender import Sender
 from penstock.weights.shared_memory import layout
 
 pytestmark = pytest.mark.integration
@@ -301,6 +311,58 @@ async def test_devices_are_the_servers_from_what_is_published_to_what_is_trained
     roles = (Actor, CriticRank, ReferenceRank)
     turn = [("release", role) for role in roles] + [("resume", role) for role in roles]
     assert seen == (turn * 3 if sections else [])
+
+
+DIRECT: dict[str, Any] = {**AS_IT_IS["sections"], "rollout": {"engine": "vllm", "direct_weights": True}}
+
+
+async def test_buckets_come_from_the_weights_until_a_step_changes_them(
+    tmp_path: Path, pool: list[GroupRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU in the place of a device."""
+    were_live: list[bool] = []
+    copy = LiveWeights.copy
+
+    def noted(live: LiveWeights, *arguments: Any) -> bool:
+        were_live.append(copy(live, *arguments))
+        return were_live[-1]
+
+    def lend(memory: LentMemory, number: int) -> str:
+        out = memory._new(sum(tensor.end - tensor.start for tensor in memory._buckets[number]))
+        memory._fill(number, out)
+        return out.numpy().tobytes().hex()
+
+    def ways(process: TrainerProcess) -> tuple[None, Sender]:
+        return None, Sender("127.0.0.1", device=torch.device("cpu"), live=process._live)
+
+    monkeypatch.setattr(LiveWeights, "copy", noted)
+    monkeypatch.setattr(LentMemory, "lend", lend)
+    monkeypatch.setattr(TrainerProcess, "_ways_to_servers", ways)
+    with trainer(tmp_path, sections=DIRECT) as process:
+        await process.handle("controller", Begin(policy_version=0))
+        await process.handle("controller", Publish())
+        complete = await process.handle("controller", FinishPublish(policy_version=0))
+        assert isinstance(complete, Published)
+        file = await asyncio.to_thread(Path(complete.handle.path).read_bytes)
+        opening = OpenGroup(server="http://server", policy_version=0, world_size=2, way="vllm_memory")
+        opened = await process.handle("controller", opening)
+        assert isinstance(opened, GroupOpened) and len(opened.group.buckets) == 1
+        lending = LendBucket(group=opened.group.name, number=0)
+        first = await process.handle("controller", lending)
+        await step(process, pool)
+        assert await process.handle("controller", lending) == first
+        assert isinstance(first, BucketLent) and file.endswith(bytes.fromhex(first.payload))
+        await process.handle("controller", CloseGroup(group=opened.group.name))
+        assert isinstance(await process.handle("controller", lending), NotSent)
+    assert were_live == [True, False]
+
+
+@pytest.mark.usefixtures("pool")
+def test_direct_weights_without_a_cuda_device_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "resolve_device", lambda _: torch.device("cpu"))
+    told = "rollout.direct_weights needs a CUDA device, but the trainer computes on cpu: set it to false"
+    with pytest.raises(ConfigError, match=told), trainer(tmp_path, sections=DIRECT):
+        pass
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("cpu", []), ("npu", ["release", "empty_cache", "resume"])])

@@ -138,7 +138,7 @@ async def test_updates_in_a_row_keep_the_rules(
             assert has(engine, version)
             engine.check_at_rest()
             first, second, third, fourth, *buckets, finish, resume, last = engine.calls
-            assert (first, second) == ("/init_weight_transfer_engine", "/pause"), "it generates while it joins"
+            assert (first, second) == ("/init_weight_transfer_engine", "/pause"), "it joins before its pause"
             assert (third, fourth) == ("/update_weight_version", "/start_weight_update")
             assert len(buckets) > 2 and set(buckets) == {"/update_weights"}
             assert (finish, resume, last) == ("/finish_weight_update", "/resume", "/shutdown_weight_transfer_engine")

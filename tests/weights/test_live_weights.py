@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 from published import publish
 
-from penstock.ports.training import WeightsNotSent
+from penstock.ports.training import SendingWay, WeightsNotSent
 from penstock.weights import sender as sender_module
 from penstock.weights.live_weights import LiveWeights
 from penstock.weights.sender import Buckets, Sender
@@ -88,3 +91,63 @@ def test_a_bucket_of_a_closed_group_is_not_lent(tmp_path: Path) -> None:
     sender.close_group(opened.name)
     with pytest.raises(WeightsNotSent, match=f"no group {opened.name}"):
         sender.lend(opened.name, 0)
+
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+READER = """
+import base64, json, pickle, sys
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from penstock.weights.tensor_payload import read_tensors
+
+device = torch.device("cuda", 0)
+torch.zeros(1, device=device)
+opened = {}
+for line in sys.stdin:
+    way, payload = json.loads(line)
+    if way == "sglang_memory":
+        named = read_tensors([payload], None, max_bytes=2**20, device=device)
+        parts = [each.contiguous().view(-1).view(torch.uint8) for each in named.values()]
+        found = torch.cat(parts)
+    else:
+        ((uuid, arguments),) = pickle.loads(base64.b64decode(payload)).items()
+        assert uuid == str(torch.cuda.get_device_properties(device).uuid)
+        if payload not in opened:
+            opened[payload] = rebuild_cuda_tensor(*arguments)
+        found = opened[payload]
+    print(found.cpu().numpy().tobytes().hex(), flush=True)
+"""
+
+
+@pytest.mark.cuda
+@on_cuda
+@pytest.mark.parametrize("way", ["vllm_memory", "sglang_memory"])
+def test_another_process_copies_the_memory_of_the_device(tmp_path: Path, way: SendingWay) -> None:
+    device, named = torch.device("cuda", 0), weights_of(1)
+    path = Path(publish(in_bfloat16(named), directory=tmp_path, policy_version=1).path)
+    live = LiveWeights()
+    live.hold(1, {name: weight.to(device) for name, weight in named.items()})
+    sender, from_file = Sender("127.0.0.1", device=device, live=live), Buckets(path, 1, None, CPU)
+    opened = sender.open("http://server", path, 1, world_size=2, way=way)
+    command = [sys.executable, "-c", READER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdin is not None and reader.stdout is not None
+        for number in range(len(opened.buckets)):
+            if number == 2:
+                live.withdraw()
+            print(json.dumps([way, sender.lend(opened.name, number)]), file=reader.stdin, flush=True)
+            expected = from_file.on_device(number).numpy().tobytes()
+            assert bytes.fromhex(reader.stdout.readline()).startswith(expected)
+        reader.stdin.close()
+    sender.close()
+
+
+@pytest.mark.cuda
+@on_cuda
+def test_a_communicator_has_an_id_with_which_servers_join(tmp_path: Path) -> None:
+    path = Path(publish(in_bfloat16(weights_of(1)), directory=tmp_path, policy_version=1).path)
+    sender = Sender("127.0.0.1", device=torch.device("cuda", 0))
+    opened = sender.open("http://server", path, 1, world_size=1, way="communicator")
+    assert len(opened.communicator) == 128 and any(opened.communicator)
+    sender.send(opened.name).result(60)
+    sender.close()

@@ -2,7 +2,8 @@
 
 Checked against vLLM 0.32 (`entrypoints/rl/online/api_router.py`, `v1/worker/gpu_worker.py`,
 `distributed/weight_transfer`). With `nccl` its workers join a bare NCCL communicator, whose id they get in the call.
-In a bracket, a layer without its new weights cannot compute. The end of the bracket gives such layers their old ones.
+A worker computes nothing while it waits for the other ranks, and waits without a limit. In a bracket, a layer without
+its new weights cannot compute. The end of the bracket gives such layers their old ones.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class WeightsGroup(ABC):
 
     @classmethod
     async def open(cls, url: str, session: HttpSession, sender: WeightsSender, policy_version: int) -> Self:
-        """Return the group when the server has joined it. The server generates meanwhile."""
+        """Return the group when the server has joined it. The server is not paused for it."""
         num_ranks = await cls._num_ranks(url, session)
         try:
             opened = await sender.open_group(url, policy_version, world_size=1 + num_ranks, way=cls.way)
