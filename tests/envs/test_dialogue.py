@@ -23,6 +23,7 @@ from penstock.envs.isolated import making
 from penstock.envs.manager import EnvManager
 from penstock.model.chat import ChatTokenizer
 from penstock.ports.environment import Action
+from penstock.ports.episode_manager import ManagedEpisode
 from penstock.samples import CalledTool, Trajectory
 from penstock.types import Sampling, Task
 
@@ -117,6 +118,25 @@ async def test_a_step_that_raises_is_an_error_of_its_calls(chat: ChatTokenizer) 
     trajectory, _ = await play(chat, CALL, make=Broken)
     (turn,) = trajectory.turns
     assert trajectory.status == "failed" and turn.tools is not None and turn.tools.error == "ZeroDivisionError"
+
+
+async def test_an_own_manager_has_its_steps_timed_too(chat: ChatTokenizer) -> None:
+    class Once:
+        async def play(self, episode: ManagedEpisode) -> None:
+            observation, _ = await episode.reset()
+            assert not isinstance(observation, str)
+            answer = await episode.answer(observation)
+            await episode.step(answer)
+
+    policy = ScriptedPolicy([[*chat.encode_answer(CALL), chat.eos_ids[0]]])
+    env = CONFIG.env.model_copy(update={"manager": "m.py:Once"})
+    config, ended = CONFIG.model_copy(update={"env": env}), list[Trajectory]()
+    managers = {"m.py:Once": Once}
+    manager = EnvManager(config, make=Sums, policy=policy, grants=Always(512), chat=chat, managers=managers)
+    job = leased(range(1), max_tokens=256, sampling=Sampling(max_new_tokens=256), deadline_s=20.0)
+    await manager.play(job, lambda trajectory, text: ended.append(trajectory))
+    (turn,) = ended[0].turns
+    assert turn.tools is not None and turn.tools.calls == [CalledTool("add")] and turn.tools.finished_at is not None
 
 
 async def test_a_malformed_call_is_told_to_the_environment(chat: ChatTokenizer) -> None:

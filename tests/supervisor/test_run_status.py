@@ -121,5 +121,5 @@ def test_devices_of_a_process_are_shown_if_they_are_known(run_dir: Path, written
     state = json.loads((run_dir / "state.json").read_text())
     state["processes"] = {"trainer-0": {"state": "ready", "role": "trainer", "devices": written}}
     jsonl.write_json(run_dir / "state.json", state)
-    _, *rows = StatusReader(run_dir).read()["processes"]
-    assert [row["devices"] for row in rows if row["name"] == "trainer-0"] == [shown]
+    supervisor, trainer = StatusReader(run_dir).read()["processes"]
+    assert (supervisor["devices"], trainer["devices"]) == ([], shown)

@@ -175,7 +175,7 @@ class StatusReader:
 
     def _processes(self, status: str, state: Mapping[str, Any], sample_s: float) -> list[Document]:
         """Return the supervisor, its processes in the order they were started, and attached environment workers."""
-        supervisor = {"role": "supervisor", **state.get("supervisor", {})}
+        supervisor = {"role": "supervisor", "devices": [], **state.get("supervisor", {})}
         known = [("supervisor", supervisor), *state.get("processes", {}).items()]
         rows = [_process(name, facts) for name, facts in known]
         self._meter.measure([row for row in rows if row["alive"]], sample_s)
