@@ -6,9 +6,12 @@ import asyncio
 
 import pytest
 from letters import Letters
+from pydantic import ValidationError
 from tiny_policy import serve
 
 from penstock.compat.openai import OpenAI
+from penstock.config import Config
+from penstock.config.loopback import is_loopback
 from penstock.rollout.app import ApiKeys, names_loopback
 from penstock.rollout.http import Surface
 from penstock.rollout.runner import EngineRunner
@@ -47,6 +50,19 @@ def test_a_loopback_host_is_this_machine(host: str) -> None:
 @pytest.mark.parametrize("host", FOREIGN)
 def test_any_other_host_is_not(host: str) -> None:
     assert not names_loopback(host.encode())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.8.7", "::1", "localhost", "LOCALHOST"])
+def test_an_address_of_this_machine_alone_needs_no_key(host: str) -> None:
+    assert is_loopback(host)
+    Config.model_validate({"rollout": {"host": host}, "observe": {"metrics_host": host, "metrics_port": 9100}})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "localhost.", "[::1]", "127.1", "", "gateway"])
+def test_any_other_address_needs_one(host: str) -> None:
+    assert not is_loopback(host)
+    with pytest.raises(ValidationError, match="reachable from outside"):
+        Config.model_validate({"rollout": {"host": host}})
 
 
 async def ask(url: str, method: str, path: str, headers: list[tuple[str, str]]) -> tuple[int, str]:
