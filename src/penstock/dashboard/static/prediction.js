@@ -32,16 +32,29 @@ export function ratio(predicted, measured) {
   return `${number(Number(share.toPrecision(3)))}${Math.abs(share - 1) < CLOSE ? ", as predicted" : share > 1 ? ", more" : ", less"}`;
 }
 
-/** Return the panel of a run that keeps a prediction: where it comes from, the figures, and the memory. */
-export function predictionPanel({ prediction, measured }) {
+/** Return the panel of a run that keeps a prediction: where it comes from, the figures, and the memory. `processes`: those
+ * of the run, with their devices. */
+export function predictionPanel({ prediction, measured }, processes) {
   const { memory } = prediction;
   const hasFigures = Object.values(prediction.figures).some((value) => value !== null);
   return [
     h("header", {}, h("h2", {}, "Prediction and reality"), h("p", { class: "muted" }, sourceOf(prediction), hasFigures ? " The ratio is measured / predicted. Measured figures leave out the first tenth of the steps." : "")),
     hasFigures ? (measured ? null : h("p", { class: "muted" }, "Measured figures come after the first steps.")) : null,
     hasFigures ? predictionTable(prediction.figures, measured, "Predicted and measured figures") : null,
-    memory.length ? h("p", { class: "muted" }, "Memory that was counted before the start: ", memory.map((each) => `${each.who}${each.count > 1 ? ` (each of ${each.count})` : ""} ${bytes(each.bytes)}`).join(", "), ". What devices really held is not recorded.") : null,
+    memory.length ? h("p", { class: "muted" }, "Memory that was counted before the start: ", memory.map((each) => `${each.who}${each.count > 1 ? ` (each of ${each.count})` : ""} ${bytes(each.bytes)}`).join(", "), `. ${heldBy(processes)}`) : null,
   ];
+}
+
+/** Return what the devices of processes held, as a sentence. */
+function heldBy(processes) {
+  const most = new Map();
+  for (const each of processes.flatMap((process) => process.devices ?? [])) {
+    const before = most.get(each.number);
+    if (!before || each.used_bytes > before.used_bytes) most.set(each.number, each);
+  }
+  if (!most.size) return "What the devices held is not recorded.";
+  const held = [...most].map(([place, each]) => `device ${place} held ${bytes(each.used_bytes)} of ${bytes(each.total_bytes)}`);
+  return `When the processes were ready, ${held.join(", ")}; later peaks are not recorded.`;
 }
 
 /** Return where a prediction comes from, as a sentence. */

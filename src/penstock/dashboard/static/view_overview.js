@@ -100,7 +100,7 @@ export async function show(root, { run, api, live, link }) {
       state.status.ledger?.admitted ? ledgerFlow(state.status.ledger, isOver) : empty(...(isOver ? ["No ledger", "The run took no step."] : ["No ledger yet", "The first step writes it."])));
     const hasPrediction = state.forecast.prediction && !state.status.simulated;
     predicted.hidden = !hasPrediction;
-    if (hasPrediction) update(predicted, predictionPanel(state.forecast));
+    if (hasPrediction) update(predicted, predictionPanel(state.forecast, state.status.processes ?? []));
     update(facts, aboutOf(state));
     stop.hidden = state.status.status !== "running";
   }
