@@ -20,7 +20,10 @@ async def test_the_demo_shows_a_run_that_learns() -> None:
             assert status["warnings"] == [] and set(status["tags"]) == {"game", "words"}
             assert not any("checkpoint" in each["command"] for each in status["next"]), "no checkpoint is packed"
             evaluations = (await dashboard.get(f"runs/{row['id']}/evaluations"))["evaluations"]
-            assert evaluations[-1]["reward"] > evaluations[0]["reward"] + 0.3
+            assert evaluations[-1]["reward"] > evaluations[0]["reward"] + 0.15
+            adaptations = (await dashboard.get(f"runs/{row['id']}/adaptations"))["adaptations"]
+            (tuned,) = (each for each in adaptations if each["outcome"])
+            assert tuned["prediction"] and tuned["outcome"]["reason"].startswith("kept")
             assert (await dashboard.get(f"runs/{row['id']}/timeline"))["spans"]
             assert (await dashboard.get(f"runs/{row['id']}/decisions"))["decisions"]
     assert not run_dir.exists()

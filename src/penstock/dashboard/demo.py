@@ -1,6 +1,7 @@
 """A small recorded run, so that one sees something at once.
 
-It is `examples/mixture`, trained for 40 steps. `python -m penstock.dashboard.demo RUN_DIR` packs another run.
+It is a mixture of two environments, trained for 40 steps with `scheduler.tuning: auto`. `python -m
+penstock.dashboard.demo RUN_DIR` packs another run.
 """
 
 from __future__ import annotations
