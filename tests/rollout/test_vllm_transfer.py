@@ -8,6 +8,7 @@ import json
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from penstock.rollout.session import HttpSession, RolloutError
 from penstock.rollout.vllm_client import BACKENDS, VllmClient
 from penstock.types import DirectWeights, UpdateMode, WeightsHandle
 from penstock.weights import sender as sender_module
+from penstock.weights.lent_memory import LentMemory
 from penstock.weights.live_weights import LiveWeights
 from penstock.weights.publication import WeightsPublisher
 from penstock.weights.sender import Sender
@@ -219,8 +221,10 @@ async def test_a_transfer_that_breaks_off_leaves_no_known_version_and_the_next_o
         assert engine.label == "unknown" and not has(engine, 1)
         engine.check_at_rest()
         engine.on_call = lambda path: None
-        assert await servers.update_weights(trainer.publish(2)) == {transport: 1}
+        assert await servers.update_weights(trainer.publish(2)) == {"file": 1}
         assert has(engine, 2)
+        assert await servers.update_weights(trainer.publish(3)) == {transport: 1}
+        assert has(engine, 3)
         engine.check_at_rest()
 
 
@@ -250,7 +254,26 @@ async def test_a_server_whose_layers_cannot_compute_stays_paused(
             await servers.update_weights(trainer.publish(1))
         assert engine.is_paused and engine.bare and "/resume" not in engine.calls
         engine.on_call = lambda path: None
-        assert await servers.update_weights(trainer.publish(2)) == {"collective": 1}
+        assert await servers.update_weights(trainer.publish(2)) == {"file": 1}
+        assert has(engine, 2) and not engine.is_paused
+        assert await servers.update_weights(trainer.publish(3)) == {"collective": 1}
+        assert has(engine, 3)
+        engine.check_at_rest()
+
+
+async def test_without_a_file_for_the_server_the_next_weights_come_directly_too(trainer: Trainer) -> None:
+    async with served() as (engine,), updated_by(trainer, [engine]) as servers:
+
+        def withdraw(path: str) -> None:
+            if engine.calls.count("/update_weights") == 2:
+                trainer.sender.close()
+
+        engine.on_call = withdraw
+        with pytest.raises(RolloutError):
+            await servers.update_weights(trainer.publish(1))
+        engine.on_call = lambda path: None
+        elsewhere = replace(trainer.publish(2), url="http://127.0.0.3:9/weights")
+        assert await servers.update_weights(elsewhere) == {"collective": 1}
         assert has(engine, 2)
         engine.check_at_rest()
 
@@ -293,6 +316,17 @@ async def test_a_server_that_shares_no_transport_is_named_with_the_remedy(
     finally:
         await session.close()
         await engine.close()
+
+
+async def test_memory_that_cannot_be_lent_leaves_the_file(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(memory: LentMemory, num_bytes: int) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(LentMemory, "_new", fail)
+    async with served(backend="ipc") as (engine,), updated_by(trainer, [engine]) as servers:
+        assert await servers.update_weights(trainer.publish(1)) == {"file": 1}
+        assert has(engine, 1)
+        engine.check_at_rest()
 
 
 async def test_a_server_of_several_devices_copies_no_memory_and_reads_the_file(trainer: Trainer) -> None:

@@ -342,8 +342,9 @@ async def test_memory_that_is_withdrawn_leaves_no_known_version_and_the_next_upd
     with pytest.raises(RolloutError, match="the label 'unknown', which no trainer published"):
         await SGLangClient(server, session).served_version()
     await session.close()
-    assert await servers.update_weights(replace(trainer.publish(3), url="")) == {"device_memory": 1}
-    assert await sampled_by(servers) == 3
+    for version, transport in ((3, "file"), (4, "device_memory")):
+        assert await servers.update_weights(replace(trainer.publish(version), url="")) == {transport: 1}
+        assert await sampled_by(servers) == version
     witness.check_at_rest()
     await servers.close()
     await witness.close()

@@ -44,6 +44,8 @@ class EngineClient(ServerClient):
         """The weights of the latest `begin_weights`, where the engine can read them."""
         self._group: WeightsGroup | None = None
         """The group in which the trainer sends the next weights."""
+        self._broke_off = False
+        """Whether the last weights broke off on their way in a group. The next ones come as a file."""
 
     async def generate(
         self, prompt_ids: Sequence[int], grants: Sequence[SegmentGrant], sampling: Sampling, seeds: Sequence[int]
@@ -92,12 +94,19 @@ class EngineClient(ServerClient):
     async def _try_group(self, kind: type[WeightsGroup], handle: WeightsHandle) -> bool:
         """Open such a group if the server and the trainer can, and return whether they could. If not, a file remains,
         also after the death of the trainer."""
+        if self._broke_off:
+            return False
         try:
             await self._open_group(kind, handle)
         except (RolloutError, Stalled) as error:
             logger.warning("policy_version %d comes as a file: %s", handle.policy_version, error)
             return False
         return True
+
+    async def _take(self, group: WeightsGroup, handle: WeightsHandle, *, flush: bool) -> None:
+        self._broke_off = True
+        await group.take(str(handle.policy_version), flush=flush)
+        self.transport = group.transport
 
     async def _leave_group(self) -> None:
         group, self._group = self._group, None
@@ -154,6 +163,7 @@ class EngineClient(ServerClient):
                 await self._commit_adapters(handle.policy_version)
             else:
                 await self._replace_weights(handle)
+            self._broke_off = False
         finally:
             await self._leave_group()
 

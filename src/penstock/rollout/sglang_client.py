@@ -216,8 +216,7 @@ class SGLangClient(EngineClient):
                 raise RolloutError(self.url, "has joined no group for these weights", CONFLICT)
             return
         try:
-            await group.take(str(handle.policy_version), flush=flush)
-            self.transport = group.transport
+            await self._take(group, handle, flush=flush)
         except BaseException:
             if group.has_sent:
                 self._is_mixed = True

@@ -125,9 +125,6 @@ class SGLangMemoryGroup(MemoryGroup, SGLangGroup):
             raise RolloutError(url, f"has {num_ranks} devices, and only one can be the trainer's", 400)
         return num_ranks
 
-    async def _join(self, opened: SendingGroup) -> None:
-        """It has nothing to join."""
-
     async def _destroy(self) -> None:
         """It has nothing to leave."""
 

@@ -254,12 +254,19 @@ class VllmClient(EngineClient):
             )
 
     async def begin_weights(self, handle: WeightsHandle) -> None:
-        """Join the group in which the weights come, if they come directly; else bring their file."""
+        """Join the group in which the weights come, if they come directly; else bring their file. If there is no file
+        for this server, the group alone is left."""
         await self._leave_group()
         way = self.direct_weights
         kind = VllmMemoryGroup if way == "memory" else VllmGroup
-        if way is None or not await self._try_group(kind, handle):
+        if way is not None and await self._try_group(kind, handle):
+            return
+        try:
             await super().begin_weights(handle)
+        except (RolloutError, Stalled):
+            if way is None:
+                raise
+            await self._open_group(kind, handle)
 
     async def release(self) -> None:
         await self._post(PAUSES["retract"])
@@ -299,9 +306,7 @@ class VllmClient(EngineClient):
         if handle.adapters is not None:
             return await self._load_adapters(handle)
         if self._group is not None:
-            await self._group.take(str(handle.policy_version), flush=False)
-            self.transport = self._group.transport
-            return
+            return await self._take(self._group, handle, flush=False)
         # A server that started with random weights would otherwise "read" random ones again.
         await self._rpc("update_config", args=[{"load_config": {"load_format": "safetensors"}}])
         await self._rpc("reload_weights", kwargs={"weights_path": str(Path(handle.path).parent)})

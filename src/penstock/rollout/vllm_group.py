@@ -106,6 +106,7 @@ class VllmMemoryGroup(MemoryGroup, VllmGroup):
         return num_ranks
 
     async def _join(self, opened: SendingGroup) -> None:
+        await super()._join(opened)
         await self._post("/init_weight_transfer_engine", {"init_info": {"packed": True}}, timeout_s=JOIN_S)
 
     async def _take_bucket(self, bucket: TensorBucket, payload: str, *, last: bool, label: str, flush: bool) -> None:

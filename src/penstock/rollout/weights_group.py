@@ -111,20 +111,29 @@ class WeightsGroup(ABC):
 
 
 class MemoryGroup(WeightsGroup):
-    """A group whose server finds the buckets in memory of the device that it shares with the trainer."""
+    """A group whose server finds the buckets in memory of the device that it shares with the trainer. The first bucket
+    is there before the server pauses."""
 
     transport = "device_memory"
+    _first = ""
+
+    async def _join(self, opened: SendingGroup) -> None:
+        self._first = await self._lent(0)
 
     async def _transfer(self, label: str, *, flush: bool) -> None:
-        name, buckets = self._opened.name, self._opened.buckets
+        buckets = self._opened.buckets
         for number, bucket in enumerate(buckets):
-            try:
-                async with deadline(BUCKET_S, waiter="rollout client", resource=f"group {name}", holder="the trainer"):
-                    payload = await self._sender.lend_bucket(name, number)
-            except (TrainerLost, WeightsNotSent) as error:
-                raise _not_sent(self._url, error) from error
+            payload = await self._lent(number) if number else self._first
             self.has_sent = True
             await self._take_bucket(bucket, payload, last=number + 1 == len(buckets), label=label, flush=flush)
+
+    async def _lent(self, number: int) -> str:
+        name = self._opened.name
+        try:
+            async with deadline(BUCKET_S, waiter="rollout client", resource=f"group {name}", holder="the trainer"):
+                return await self._sender.lend_bucket(name, number)
+        except (TrainerLost, WeightsNotSent) as error:
+            raise _not_sent(self._url, error) from error
 
 
 def _not_sent(url: str, error: TrainerLost | WeightsNotSent) -> RolloutError:

@@ -37,10 +37,11 @@ class LentMemory:
         """Return the payload with which the server finds a bucket. The one before is taken by then."""
         bucket = self._buckets[number]
         if self._way == "vllm_memory":
-            if self._buffer is None:
-                self._buffer = self._new(max(map(_num_bytes, self._buckets)))
-                self._handle = base64.b64encode(pickle.dumps(exported(self._buffer))).decode()
-            self._fill(number, self._buffer[: _num_bytes(bucket)])
+            buffer = self._buffer
+            if buffer is None:
+                self._buffer = buffer = self._new(max(map(_num_bytes, self._buckets)))
+                self._handle = base64.b64encode(pickle.dumps(exported(buffer))).decode()
+            self._fill(number, buffer[: _num_bytes(bucket)])
             return self._handle
         self._buffer = buffer = self._new(_num_bytes(bucket))
         self._fill(number, buffer)
