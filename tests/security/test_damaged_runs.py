@@ -273,6 +273,7 @@ def test_suggested_commands_take_names_as_names(tmp_path: Path, state: str, pipe
         "run_dir": str(run_dir),
         "status": state,
         "pipeline": pipeline,
+        "simulated": False,
         "root_cause": {"process": HOSTILE, "returncode": 1},
         "checkpoint": "checkpoints/step_3",
         "processes": [{"pid": 1}],
