@@ -58,7 +58,7 @@ def test_a_simulated_run_can_be_made_again_and_never_replaces_a_real_one(path: P
         assert result.exit_code == 0 and str(run_dir) in result.stdout, result.output
     assert len(jsonl.read(run_dir / "metrics.jsonl")) == 4
     refused = penstock("resume", "mine-simulated", "--runs-dir", tmp_path / "runs")
-    assert refused.exit_code == 1 and "was simulated, so there is nothing to resume" in refused.stderr
+    assert refused.exit_code == 1 and "was simulated and cannot be resumed" in refused.stderr
     shown = penstock("status", "mine-simulated", "--runs-dir", tmp_path / "runs")
     assert shown.exit_code == 0 and "configured" in shown.stdout and "penstock resume" not in shown.stdout
     (run_dir / "state.json").write_text("{}")

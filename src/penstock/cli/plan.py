@@ -19,7 +19,7 @@ from penstock.cli.simulate import results_directory, show_progress
 from penstock.config import Config, ConfigError, load_config
 from penstock.model.files import read_json
 from penstock.observe.jsonl import write_json
-from penstock.observe.summary import PREDICTION
+from penstock.observe.summary import PREDICTION, predicted_config
 from penstock.observe.tables import open_console
 from penstock.redaction import redacted
 from penstock.simulator import table
@@ -65,10 +65,10 @@ def show(
     directory = results_directory(config, "plan")
     found = [option.plain() | ({"price_of_1000": option.cost(price)} if price else {}) for option in options]
     write_json(directory / "plan.json", {"accelerators": accelerators, "options": found})
-    write_json(directory / PREDICTION, options[0].forecast())
     draw_simulation(directory / "plan.png", found[:ROWS])
     start = directory / "config.yaml"
     start.write_text(yaml.safe_dump(_written(to_start_from(config, options[0])), sort_keys=False))
+    write_json(directory / PREDICTION, options[0].forecast() | predicted_config(start))
     print(f"start from {start}\nresults    {directory / 'plan.json'}\npicture    {directory / 'plan.png'}")
     return 0
 

@@ -14,10 +14,10 @@ import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from penstock.cli.refusal import refusing
-from penstock.config import Config, load_config
+from penstock.config import Config, ConfigError, load_config
 from penstock.observe.jsonl import write_json
 from penstock.observe.tables import open_console
-from penstock.own_files import check_own_directory
+from penstock.own_files import Foreign, check_own_directory
 from penstock.simulator import table
 from penstock.simulator.prediction import Records, Report, Watch, predict
 from penstock.supervisor.run_directory import new_run_id, publishable
@@ -50,12 +50,19 @@ def calibrate(run_dir: Path, *, json: Path | None) -> int:
     open_console().print(table.comparison(found))
     if found.caveat is not None:
         print(f"note: {found.caveat}", file=sys.stderr)
-    predict(found.config, records=Records(runs_dir=run_dir.parent, run_id=run_dir.name, fitted_to=run_dir.name))
-    print(f"simulated run {run_dir}-simulated: compare it with {run_dir.name} in `penstock dashboard`", file=sys.stderr)
     settings = {"simulator": found.config.simulator.model_dump(mode="json", exclude_defaults=True)}
     sys.stdout.write(yaml.safe_dump(settings, sort_keys=False))
     if json is not None:
         write_json(json, found.plain())
+    try:
+        predict(found.config, records=Records(runs_dir=run_dir.parent, run_id=run_dir.name, fitted_to=run_dir.name))
+    except (OSError, Foreign, ConfigError) as error:
+        print(f"note: the simulated run cannot be written beside {run_dir}: {error}", file=sys.stderr)
+    else:
+        print(
+            f"simulated run {run_dir}-simulated: compare it with {run_dir.name} in `penstock dashboard`",
+            file=sys.stderr,
+        )
     return 0
 
 

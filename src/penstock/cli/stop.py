@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def conclude(run_dir: Path) -> int:
     if left := state.get("leftovers"):
         print(visible(f"left behind: {', '.join(left)}; `penstock doctor` shows more"))
     if status != "completed":
-        print(f"continue it with: penstock resume {name_of(run_dir)}")
+        tell_how_to_go_on(run_dir, state)
     return 0
 
 
@@ -120,5 +121,12 @@ def clean_up(run_dir: Path, state: dict[str, Any]) -> int:
     if left:
         raise Refused(f"the supervisor of run {run_dir.name} is dead, and this cannot be removed: {', '.join(left)}")
     print(f"the supervisor of run {run_dir.name} had died; its leftovers are removed, and the run is marked failed")
-    print(f"continue it with: penstock resume {name_of(run_dir)}")
+    tell_how_to_go_on(run_dir, state)
     return 0
+
+
+def tell_how_to_go_on(run_dir: Path, state: Mapping[str, Any]) -> None:
+    if state.get("simulated"):
+        print("it was simulated: run `penstock simulate` again")
+    else:
+        print(f"continue it with: penstock resume {name_of(run_dir)}")

@@ -49,6 +49,8 @@ AS_IT_IS = ("pipeline=eval", "run_id=null", "model.warm_start.steps=0")
 PLAYS_ONLY = ("pipeline=rollout", "run_id=null", "scheduler.group_filter=[]")
 """Settings of a rollout, with the same precedence: every task is run, and no group is dropped."""
 EXIT_CODES = {RunState.COMPLETED: 0, RunState.FAILED: 1, RunState.STOPPED: 130}
+UNPREDICTED = ("run_id=", "runs_dir=", "trainer.steps=", "observe.")
+"""Beginnings of overrides that change nothing of what a plan predicts."""
 UNTRAINED = "note: model.path is tiny, an untrained policy that acts at random: --checkpoint RUN plays a trained one"
 DETACH_S = 60.0
 """Seconds for a detached run to start. A resumed run may first have to wait for the janitor of its previous life."""
@@ -92,14 +94,19 @@ def begin(
         run_directory.open_run(config) as run,
     ):
         if pipeline == "train":
-            keep_prediction(run.run_dir, config_file=path, memory=memory)
+            keep_prediction(run.run_dir, config_file=path, overrides=overrides, memory=memory)
         return conclude(run, carry_out(run, resources), results)
 
 
-def keep_prediction(run_dir: Path, *, config_file: Path, memory: Mapping[str, Any] | None) -> None:
-    """Keep in the run directory what `penstock plan` or `penstock simulate` predicted of a configuration that it wrote,
-    and the plan of the run's memory."""
+def keep_prediction(
+    run_dir: Path, *, config_file: Path, overrides: Sequence[str], memory: Mapping[str, Any] | None
+) -> None:
+    """Keep in the run directory what `penstock plan` predicted of the configuration that it wrote, if the run begins
+    from it unchanged, and the plan of the run's memory."""
     found = jsonl.read_json(config_file.parent / summary.PREDICTION)
+    is_other = any(not word.startswith(UNPREDICTED) for word in overrides)
+    if found and (is_other or not summary.predicted_config(config_file).items() <= found.items()):
+        found = {}
     if memory is not None:
         found["memory"] = [{key: need[key] for key in ("who", "count", "total")} for need in memory["needs"]]
     if found:

@@ -169,7 +169,10 @@ class _Sender(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self._reason = ""
-        result = self._library.export(spans)
+        try:
+            result = self._library.export(spans)
+        except Exception as error:  # a library of others, and spans are not worth a run
+            self._reason, result = repr(error), SpanExportResult.FAILURE
         failed = result is not SpanExportResult.SUCCESS
         if failed and not self.has_warned:
             self.has_warned = True
@@ -193,7 +196,9 @@ class _Sender(SpanExporter):
         return False
 
     def _hear_queue(self, record: logging.LogRecord) -> bool:
-        """Log once that the queue is full, unless the collector is the cause, and none of the queue's messages."""
+        """Log once that the queue is full, unless the collector is the cause."""
+        if not record.getMessage().startswith("Queue full"):
+            return True
         if not (self.has_warned or self._has_overflowed):
             self._has_overflowed = True
             logger.warning("observe.opentelemetry: spans are lost: the queue is full (OTEL_BSP_MAX_QUEUE_SIZE)")

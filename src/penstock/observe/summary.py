@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ PLAYED = "played.json"
 """File with the results so far, also updated before and between steps. Its totals cover all lives of a run."""
 PREDICTION = "prediction.json"
 """File with what a simulation predicted of the run; missing if none was made before it."""
+
+
+def predicted_config(config_file: Path) -> Record:
+    """Return the entry of a prediction that says for which configuration it holds."""
+    return {"config_sha256": sha256(config_file.read_bytes()).hexdigest()}
 
 
 def write(run_dir: Path) -> Record:

@@ -256,7 +256,8 @@ async def await_room(child: Child, config: Config, variables: Mapping[str, str])
 
 
 async def engine_devices(child: Child, config: Config) -> list[Device] | None:
-    """Return the devices of an engine that the run has started, and their memory. None for one that ran already."""
+    """Return the devices of an engine that the run has started, and their memory. None for one that ran already, and
+    where the driver does not tell."""
     if config.rollout.urls:
         return None
 
@@ -265,8 +266,12 @@ async def engine_devices(child: Child, config: Config) -> list[Device] | None:
             return []
         return listed(devices_of(environment(config, server_number(child)), config.rollout.args))
 
-    async with deadline(3 * LIST_S, waiter=child.name, resource="the names of its devices", holder="their driver"):
-        return await asyncio.to_thread(look)
+    try:
+        async with deadline(3 * LIST_S, waiter=child.name, resource="the names of its devices", holder="their driver"):
+            return await asyncio.to_thread(look)
+    except (Stalled, ConfigError, OSError) as error:  # the engine works without
+        logger.info("the devices are not known: %s", error)
+        return None
 
 
 @asynccontextmanager

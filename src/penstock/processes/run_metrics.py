@@ -48,7 +48,7 @@ GAUGES = {
     "effective_sample_ratio": ("ess", "Effective sample size of the tokens, as a share of their number."),
     "kl_reference_nats": ("kl_reference", "Divergence from the reference per token."),
     "kl_engine_trainer_nats": ("kl_engine_trainer", "Divergence between engine and trainer per token."),
-    "groups_in_flight": ("groups_in_flight", "Groups that have started and whose update is not served yet."),
+    "groups_in_flight": ("groups_in_flight", "Groups that have started, and are in no served weights yet."),
     "groups_pending": ("groups_pending", "Groups that are admitted and have not started."),
     "oldest_wait_seconds": ("oldest_wait_s", "Longest wait of a pending group."),
     "trigger_min_samples": ("trigger_min_samples", "Samples that start an optimizer step."),

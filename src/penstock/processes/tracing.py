@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -11,6 +12,8 @@ from penstock.deadline import deadline
 from penstock.samples import Trajectory
 from penstock.supervisor.child import Child
 from penstock.types import Task
+
+logger = logging.getLogger(__name__)
 
 Trace = Callable[[Task, Trajectory], None]
 """Called with a task and the trajectory of each ended episode."""
@@ -34,8 +37,20 @@ async def tracing(config: Config, child: Child) -> AsyncIterator[Trace | None]:
         raise ConfigError(f"observe.opentelemetry: {error}: pip install 'penstock[otel]' on this machine") from None
     except ValueError as error:
         raise ConfigError(f"observe.opentelemetry: {error}: check the variables OTEL_*") from None
+    is_broken = False
+
+    def trace(task: Task, trajectory: Trajectory) -> None:
+        nonlocal is_broken
+        if is_broken:
+            return
+        try:
+            traces.add(task, trajectory)
+        except Exception:  # an observer ends no episode
+            is_broken = True
+            logger.exception("observe.opentelemetry: an episode cannot be traced; this worker traces no more")
+
     try:
-        yield traces.add
+        yield trace
     finally:
         async with deadline(CLOSE_S, waiter=child.name, resource="its last spans", holder="the collector"):
             await asyncio.to_thread(traces.close)

@@ -205,6 +205,8 @@ class Servers:
         self._on_lost = lost
         self._updating = asyncio.Lock()
         self._latest: WeightsHandle | None = None
+        self._receive_s = RECEIVE_S
+        """The longest time that servers had for weights so far."""
         self._num_updates = self._num_memory_calls = 0
         self._any_away = False
         """Whether a server gave no answer when the last update began. It may come back."""
@@ -212,8 +214,7 @@ class Servers:
 
     def _exclusive(self) -> AbstractAsyncContextManager[None]:
         """Return a context manager that admits one change of weights or memory at a time."""
-        receive_s = RECEIVE_S if self._latest is None else self._latest.receive_limit_s
-        longest_s = RECOVERY_S + receive_s + BEGIN_SLACK_S + max(COMMIT_S.values())
+        longest_s = RECOVERY_S + self._receive_s + BEGIN_SLACK_S + max(COMMIT_S.values())
         resource, holder = "a change of weights or memory", "another change"
         return holding(self._updating, longest_s, waiter="rollout client", resource=resource, holder=holder)
 
@@ -430,6 +431,7 @@ class Servers:
         not answer, is skipped. It gets the next weights if it is back by then. If no server answers, the first server
         that comes back gets these weights. After `RECOVERY_S` without a server, the last error is raised. Raises
         `TrainerLost` if no answering server can fetch the weights."""
+        self._receive_s = max(self._receive_s, handle.receive_limit_s)
         async with self._exclusive():
             limit = asyncio.get_running_loop().time() + RECOVERY_S
             while True:

@@ -77,6 +77,8 @@ class StagedWeights:
     pause: int | None = None
     """Number of the pause during which the update was staged (`EngineRunner.num_pauses`), or None."""
     begun_at: float = field(default_factory=time.monotonic)
+    patience: float = 1.0
+    """How many times `LEASE_S` it waits for the next call: more for large weights, for which other servers wait too."""
 
     @property
     def untouched(self) -> bool:
@@ -107,13 +109,17 @@ class WeightsUpdate:
         self._lease: asyncio.TimerHandle | None = None
         self._ending_pause: asyncio.Task[None] | None = None
         self._served: CommittedWeights | None = None
+        self._longest_s = RECEIVE_S
+        """The longest limit of the handles so far."""
         self._base: tuple[str, frozenset[str]] | None = None
         """(fingerprint of the base, names of the weights with adapters), if the engine serves adapters. Its other
         weights are then those of the base."""
 
     def _exclusive(self) -> AbstractAsyncContextManager[None]:
         """Return a context manager that admits one call at a time."""
-        return holding(self._lock, RECEIVE_S, waiter="server", resource="the weights update", holder="another update")
+        return holding(
+            self._lock, self._longest_s, waiter="server", resource="the weights update", holder="another update"
+        )
 
     async def begin(self, handle: WeightsHandle, *, bracket: StagedWeights | None = None) -> WeightsHandle:
         """Map and verify `handle` in a thread; inside a `bracket`, if one is given.
@@ -135,6 +141,8 @@ class WeightsUpdate:
                 raise self._open_already(bracket)
             staged = StagedWeights() if bracket is None else bracket
             limit_s = handle.receive_limit_s
+            staged.patience = limit_s / RECEIVE_S
+            self._longest_s = max(self._longest_s, limit_s)
             async with deadline(limit_s, waiter="server", resource=handle.path, holder="its storage"):
                 tensors = dict(await asyncio.to_thread(self._map, handle))
             staged.policy_version, staged.tensors = handle.policy_version, tensors
@@ -391,14 +399,14 @@ class WeightsUpdate:
             self._lease = None
         if staged is not None:
             staged.pause = self._runner.num_pauses if self._runner.engine.paused else staged.pause
-            self._lease = asyncio.get_running_loop().call_later(LEASE_S, self._expire)
+            self._lease = asyncio.get_running_loop().call_later(LEASE_S * staged.patience, self._expire)
 
     def _expire(self) -> None:
         staged = self.staged
         if staged is None:
             return
         if self._lock.locked():  # it is being committed or replaced: check again later
-            self._lease = asyncio.get_running_loop().call_later(LEASE_S, self._expire)
+            self._lease = asyncio.get_running_loop().call_later(LEASE_S * staged.patience, self._expire)
             return
         self.staged = None
         self._end_pause_of(staged)

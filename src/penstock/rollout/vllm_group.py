@@ -1,7 +1,7 @@
 """vLLM's calls in its own weight transfer, with the backends `nccl` and `ipc`. Torch-free.
 
 Checked against vLLM 0.32 (`entrypoints/rl/online/api_router.py`, `v1/worker/gpu_worker.py`,
-`distributed/weight_transfer`). With `nccl` its workers join a bare NCCL communicator, whose id they get in the call.
+`distributed/weight_transfer`). With `nccl` its workers join an NCCL communicator. They get its id in the call.
 A worker computes nothing while it waits for the other ranks, and waits without a limit. In a bracket, a layer without
 its new weights cannot compute. The end of the bracket gives such layers their old ones.
 """
@@ -51,8 +51,8 @@ class VllmGroup(WeightsGroup):
         await self._post("/init_weight_transfer_engine", {"init_info": init_info}, timeout_s=JOIN_S)
 
     async def take(self, label: str, *, flush: bool) -> None:
-        await self._start()
         try:
+            await self._start()
             await self._transfer(label, flush=flush)
             await self._post(FINISH, {"weight_version": label}, timeout_s=BRACKET_S)
         except BaseException:

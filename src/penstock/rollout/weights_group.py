@@ -111,8 +111,8 @@ class WeightsGroup(ABC):
 
 
 class MemoryGroup(WeightsGroup):
-    """A group whose server finds the buckets in memory of the device that it shares with the trainer. The first bucket
-    is there before the server pauses."""
+    """A group of a server that finds the buckets in memory of the device that it shares with the trainer. The first
+    bucket is there before the server pauses."""
 
     transport = "device_memory"
     _first = ""

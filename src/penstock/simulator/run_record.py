@@ -106,7 +106,7 @@ def begin(run_dir: Path, config: Config, *, strategy: str, fitted_to: str | None
         (run_dir / name).unlink(missing_ok=True)
     with suppress(FileNotFoundError):
         rmtree(run_dir / INDEX)
-    text = yaml.safe_dump(publishable(config.model_copy(update={"run_id": run_dir.name})), sort_keys=False)
+    text = yaml.safe_dump(publishable(config.model_copy(update={"run_id": None})), sort_keys=False)
     (run_dir / CONFIG).write_text(text)
     owner, begun = identify(os.getpid()), time.time()
     state = {

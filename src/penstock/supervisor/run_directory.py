@@ -140,7 +140,7 @@ def plan_resumption(run_dir: Path, overrides: Sequence[str]) -> Resumption:
     if state is None:
         raise RunRefused(unreadable(run_dir))
     if state.get("simulated"):
-        raise RunRefused(f"run {run_dir.name} was simulated, so there is nothing to resume: `penstock simulate` begins")
+        raise RunRefused(f"run {run_dir.name} was simulated and cannot be resumed: run `penstock simulate` again")
     if state.get("format") != FORMAT:
         raise RunRefused(
             f"run {run_dir.name} has format {state.get('format', 0)}, and this version of penstock reads only format "

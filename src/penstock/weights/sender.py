@@ -91,6 +91,9 @@ class Sender:
         )
         if store is None:
             self._replace(server, opened.name, LentMemory(way, buckets.tensors, buckets.fill, self._device))
+            forgotten = threading.Timer(IDLE_S, self.close_group, [opened.name])
+            forgotten.daemon = True
+            forgotten.start()
             return opened
         begins = way == "communicator"
         group = _ServerGroup(opened, buckets, store, self._device, begins=begins)
@@ -99,7 +102,7 @@ class Sender:
             return opened
         try:
             return replace(opened, communicator=communicator_id(store, opened.name, is_over=group.is_over))
-        except GroupFailed as error:
+        except (GroupFailed, RuntimeError) as error:
             self.close_group(opened.name)
             raise WeightsNotSent(str(error)) from error
 

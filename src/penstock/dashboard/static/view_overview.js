@@ -16,6 +16,7 @@ const LATEST_PART = 0.9; // alarms before this share of the steps are folded
 const POINTS = 600;
 const MOST_NAMES = 60; // in one request
 const LAG = "staleness_tokens/"; // tokens of a step by version lag
+const LAST_LAG = "15"; // has all older tokens too
 const LAG_STEPS = 20; // latest steps of the histogram of lags
 const LINES = ["s1", "s2", "s3", "s4", "s5", "s6", "s7", "s8"];
 
@@ -365,7 +366,8 @@ async function lagsOf(api, run, { names, chosen, status }, { x, series }) {
   const begin = found.x.length > LAG_STEPS ? 1 : 0; // the step before the first one gives the ledger's growth
   const sum = (name) => (found.series[name]?.mean ?? []).slice(begin).reduce((total, value) => total + (value ?? 0), 0);
   const grown = (name) => (last(found.series[name]?.mean ?? []) ?? 0) - (begin ? found.series[name]?.mean[0] ?? 0 : 0);
-  const bars = lags.map((name) => ({ label: name.slice(LAG.length), value: sum(name), colour: "s1" }));
+  const labelled = (lag) => (lag === LAST_LAG ? `${lag} or more` : lag);
+  const bars = lags.map((name) => ({ label: labelled(name.slice(LAG.length)), value: sum(name), colour: "s1" }));
   if (sum(masked)) bars.push({ label: `masked, over ${status.tuned?.["scheduler.max_staleness"]?.value ?? chosen["scheduler.max_staleness"] ?? "the bound"}`, value: sum(masked), colour: "s7" });
   const steps = `Steps ${count(found.x[begin])} to ${count(found.x.at(-1))}`;
   const discarded = grown(stale);
