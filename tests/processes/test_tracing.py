@@ -32,6 +32,20 @@ async def test_a_machine_without_the_package_is_told(child: Child, monkeypatch: 
             raise AssertionError("it opened")
 
 
+async def test_an_episode_that_cannot_be_traced_ends_nothing(
+    child: Child, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*given: object) -> None:
+        raise KeyError("a field")
+
+    monkeypatch.setattr("penstock.observe.episode_traces.EpisodeTraces.add", fail)
+    async with tracing(TRACED, child) as trace:
+        assert trace is not None
+        for _ in range(2):
+            trace(None, None)  # type: ignore[arg-type]
+    assert len([record for record in caplog.records if "traces no more" in record.message]) == 1
+
+
 async def test_a_variable_that_the_sdk_refuses_is_told(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
     with pytest.raises(

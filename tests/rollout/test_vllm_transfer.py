@@ -7,7 +7,7 @@ import asyncio
 import json
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -236,6 +236,17 @@ async def test_a_bracket_of_a_dead_controller_is_ended(trainer: Trainer) -> None
         await session.close()
         assert await servers.update_weights(trainer.publish(1)) == {"collective": 1}
         assert has(engine, 1)
+        engine.check_at_rest()
+
+
+async def test_a_bracket_whose_beginning_was_not_confirmed_is_ended(trainer: Trainer) -> None:
+    async with served() as (engine,), updated_by(trainer, [engine]) as servers:
+        engine.unanswered = {"/start_weight_update"}
+        with suppress(RolloutError):
+            await servers.update_weights(trainer.publish(1))
+        assert not engine.bare and "/start_weight_update" in engine.calls and not engine.unanswered
+        await servers.update_weights(trainer.publish(2))
+        assert has(engine, 2)
         engine.check_at_rest()
 
 

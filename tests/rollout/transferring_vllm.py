@@ -98,6 +98,8 @@ class TransferringVllm:
         """Paths of the calls that change something, in their order."""
         self.refused: list[str] = []
         self.on_call: Callable[[str], object] = lambda path: None
+        self.unanswered: set[str] = set()
+        """Paths of calls that take effect and whose answers are lost."""
         self.is_paused = self.is_dead = False
         self._num_workers = num_workers
         self._workers: list[Worker] = []
@@ -133,7 +135,12 @@ class TransferringVllm:
                 assert request.transport is not None
                 request.transport.close()
                 return web.Response()
-            return web.json_response(await self._act(request, body))
+            done = await self._act(request, body)
+            if request.path in self.unanswered:
+                self.unanswered.remove(request.path)
+                assert request.transport is not None
+                request.transport.close()
+            return web.json_response(done)
         except (AssertionError, RuntimeError) as error:
             self.refused.append(f"{request.path}: {error}")
             return web.json_response({"error": {"message": str(error)}}, status=500)
