@@ -411,7 +411,7 @@ def test_settings_that_differ_come_first(open_page: Callable[..., Page], url: st
 
 def test_runs_are_chosen_and_compared(open_page: Callable[..., Page], url: str) -> None:
     page = open_page(url)
-    page.get_by_role("checkbox", name="Compare finished").check()
+    page.get_by_role("checkbox", name="Compare finished", exact=True).check()
     page.get_by_role("checkbox", name="Compare tools").check()
     page.get_by_role("button", name="Compare 2 runs").click()
     page.wait_for_selector("main h2:has-text('Settings that differ')")

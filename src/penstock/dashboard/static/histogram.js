@@ -16,7 +16,7 @@ const WIDEST = 96; // pixels of a bar
  * part of the run it is. Without bars it shows `missing`.
  */
 export function histogram(spec) {
-  const canvas = h("canvas", { class: "histogram", role: "img", tabindex: 0 });
+  const canvas = h("canvas", { class: "histogram", role: "img", tabindex: 0, "aria-label": spec.title });
   const absent = h("div", { class: "missing" });
   const sheet = h("div", { class: "sheet scroll", tabindex: 0, role: "region", "aria-label": `Table of ${spec.title}`, hidden: true });
   const note = h("p", { class: "about" });
