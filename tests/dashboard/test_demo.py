@@ -15,15 +15,16 @@ async def test_the_demo_shows_a_run_that_learns() -> None:
     with demo_run() as run_dir:
         async with dashboard_of(run_dir.parent) as dashboard:
             (row,) = (await dashboard.get("runs"))["runs"]
-            assert row["status"] == "completed" and row["step"] == 40
+            assert row["status"] == "completed" and row["step"] == 60
             status = await dashboard.get(f"runs/{row['id']}/status")
             assert status["warnings"] == [] and set(status["tags"]) == {"game", "words"}
             assert not any("checkpoint" in each["command"] for each in status["next"]), "no checkpoint is packed"
             evaluations = (await dashboard.get(f"runs/{row['id']}/evaluations"))["evaluations"]
-            assert evaluations[-1]["reward"] > evaluations[0]["reward"] + 0.15
+            assert evaluations[-1]["reward"] > evaluations[0]["reward"] + 0.3
             adaptations = (await dashboard.get(f"runs/{row['id']}/adaptations"))["adaptations"]
-            (tuned,) = (each for each in adaptations if each["outcome"])
-            assert tuned["prediction"] and tuned["outcome"]["reason"].startswith("kept")
+            tuned = [each for each in adaptations if each["outcome"]]
+            assert tuned and all(each["prediction"] for each in tuned)
+            assert tuned[0]["outcome"]["reason"].startswith("kept")
             assert (await dashboard.get(f"runs/{row['id']}/timeline"))["spans"]
             assert (await dashboard.get(f"runs/{row['id']}/decisions"))["decisions"]
     assert not run_dir.exists()

@@ -1,6 +1,6 @@
 """A small recorded run, so that one sees something at once.
 
-It is a mixture of two environments, trained for 40 steps with `scheduler.tuning: auto`. `python -m
+It is a mixture of two environments, trained for 60 steps with `scheduler.tuning: auto`. `python -m
 penstock.dashboard.demo RUN_DIR` packs another run.
 """
 
