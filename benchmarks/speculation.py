@@ -310,8 +310,6 @@ def main() -> None:
         "qwen3_0_6b": partial(real_policy, device=device, dtype=dtype),
     }
     rows_of = {policy: cost_rows(policy, accelerator=not is_cpu) for policy in policies}
-    if options.quick:
-        rows_of = {policy: rows[:1] for policy, rows in rows_of.items() if policy == "tiny"}
     for policy, all_rows in rows_of.items():
         model, is_slow = policies[policy](), is_cpu and policy != "tiny"
         for rows in all_rows:
@@ -326,7 +324,6 @@ def main() -> None:
         seeds=[0],
         runs_of=lab.commits,
         accelerator=accelerator_name(device),
-        partial=options.quick,
     )
 
 

@@ -20,7 +20,7 @@ NO_ENVIRONMENT = 69
 """Exit code of `vs_trl` where TRL cannot be installed."""
 UNCONFIRMED = {"learner_shapes"}
 """Benchmarks that mean something only on an accelerator, and that none has run yet."""
-LONGEST = {"ablation", "cluster", "faults", "learner_scale", "vs_trl"}
+LONGEST = {"ablation", "cluster", "faults", "learner_scale", "speculation", "vs_trl"}
 """Benchmarks whose quick forms take two to four minutes. Together they do not fit into the time of a run of CI."""
 LIMIT_S = 900.0
 """For one that takes two minutes on two quiet cores."""

@@ -49,8 +49,11 @@ class Reader:
         (directory / "examples").symlink_to(ROOT / "examples")
 
     def run_id(self) -> str:
-        """The newest run; a copy of a finished one where there is none."""
-        runs = sorted((self.directory / "runs").glob("*/state.json"), key=lambda path: path.stat().st_mtime)
+        """The newest real run; a copy of a finished one where there is none."""
+        files = [
+            path for path in (self.directory / "runs").glob("*/state.json") if "-simulated" not in path.parent.name
+        ]
+        runs = sorted(files, key=lambda path: path.stat().st_mtime)
         if not runs:
             self._copy_finished()
             return self.run_id()
