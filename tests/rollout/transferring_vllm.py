@@ -42,7 +42,7 @@ def gloo_id(store: TCPStore, group_name: str, *, is_over: Callable[[], bool]) ->
 
 
 def lend_files(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    """Let the sender lend mapped files in the place of a device's memory, whose handle is the path of the file."""
+    """Let the sender lend mapped files and not memory of a device. The handle is then the path of the file."""
     numbers, paths = count(), dict[int, Path]()
 
     def new(memory: LentMemory, num_bytes: int) -> Tensor:
@@ -99,7 +99,7 @@ class TransferringVllm:
         self.refused: list[str] = []
         self.on_call: Callable[[str], object] = lambda path: None
         self.unanswered: set[str] = set()
-        """Paths of calls that take effect and whose answers are lost."""
+        """Paths of calls that take effect, although the client gets no answer."""
         self.is_paused = self.is_dead = False
         self._num_workers = num_workers
         self._workers: list[Worker] = []

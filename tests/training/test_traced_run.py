@@ -1,4 +1,4 @@
-"""Runs whose episodes become traces: real processes, and a real collector, which may die."""
+"""The episodes of a run become traces, with real processes and a real collector. The collector may die."""
 
 from __future__ import annotations
 

@@ -129,10 +129,9 @@ class Gathered:
         if type(record.group) is int:
             self.lowest_group = min(self.lowest_group, record.group)
             self.highest_group = max(self.highest_group, record.group)
-            if record.decider in DECIDERS and record.reason != KEPT and isinstance(record.reason, str):
-                is_failure = record.decider == "retry"
-                if abs(record.group) < MOST_GROUPS:
-                    self.drops.append((record.group, record.reason[:MAX_REASON], is_failure))
+            is_drop = record.decider in DECIDERS and isinstance(record.reason, str) and record.reason != KEPT
+            if is_drop and abs(record.group) < MOST_GROUPS:
+                self.drops.append((record.group, record.reason[:MAX_REASON], record.decider == "retry"))
 
     def spans(self) -> Spans:
         """Return the spans as columns."""

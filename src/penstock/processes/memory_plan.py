@@ -144,7 +144,7 @@ class Planner:
         if self._engine_shares(config):
             return sum(self._num_on_device(need) * size_of(need) for need in needs)
         sizes = [size_of(need) for need in needs]
-        return sum(sizes) if self._shares(config, sum(need.count for need in needs)) else max(sizes, default=0)
+        return sum(sizes) if self._shares(config) else max(sizes, default=0)
 
     def _engine_shares(self, config: Config) -> bool:
         """Return whether the servers have a foreign engine, and the trainer's devices at the same time."""
@@ -212,7 +212,7 @@ class Planner:
         cached = int(CACHED_SHARE * slots * context) if on_cpu else 0  # an accelerator caches what it has room for
         weights, in_slots = self._sizes.all * self._dtype.itemsize, slots * context
         held, spare, kept = in_slots, 0, f"keys and values: {slots} slots of {context:,} tokens"
-        if of_token and not on_cpu and self._has_blocks(raw) and not self._shares(config, self._num_processes(config)):
+        if of_token and not on_cpu and self._has_blocks(raw) and not self._shares(config):
             held = min(in_slots, int(SHARE * max(self._capacity - weights, 0)) // of_token)
             if held < context:
                 held, kept = context, f"keys and values of one answer of {context:,} tokens"
@@ -235,14 +235,13 @@ class Planner:
             return supports_flash(self._device, self._dtype, head_dim)
         return self._device.type == "cuda" and has_flash_form(self._dtype, head_dim)
 
-    @staticmethod
-    def _num_processes(config: Config) -> int:
-        trainers = len(places(config)) * config.trainer.ranks if config.pipeline == "train" else 0
-        return trainers + config.rollout.servers
-
-    def _shares(self, config: Config, num_processes: int) -> bool:
-        """Return whether processes of several kinds use one accelerator at the same time."""
-        return config.cluster.address is None and 0 < self._num_devices < num_processes and not takes_turns(config)
+    def _shares(self, config: Config) -> bool:
+        """Return whether the trainer and our own servers use one accelerator at the same time."""
+        rollout = config.rollout
+        num_trainers = len(places(config)) * config.trainer.ranks if config.pipeline == "train" else 0
+        num_servers = rollout.servers if rollout.engine == "penstock" and not rollout.urls else 0
+        is_short = 0 < self._num_devices < num_trainers + num_servers
+        return is_short and config.cluster.address is None and not takes_turns(config)
 
     def _foreign_server(self, config: Config) -> Need:
         """Return what each foreign engine takes of a device: what its command line says, or else the least with which

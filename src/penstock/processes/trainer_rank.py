@@ -331,8 +331,8 @@ class Actor(TrainerRank):
 
     @cached_property
     def _far_shards(self) -> list[int]:
-        """Numbers of the shards whose ranks are on other machines than rank 0. The first ranks hold one copy of the
-        model together, and rank `i` of them has shard `i`."""
+        """Numbers of the shards on other machines than that of rank 0. Rank `i` has shard `i` of the first copy of the
+        model."""
         first = self._place * self._ranks.size
         near = next(node.numbers for node in trainer_nodes(self._config) if first in node.numbers)
         return [number for number in range(self._held.shard.num_shards) if first + number not in near]

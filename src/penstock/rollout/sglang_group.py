@@ -118,13 +118,6 @@ class SGLangMemoryGroup(MemoryGroup, SGLangGroup):
 
     way = "sglang_memory"
 
-    @classmethod
-    async def _num_ranks(cls, url: str, session: HttpSession) -> int:
-        num_ranks = await super()._num_ranks(url, session)
-        if num_ranks > 1:
-            raise RolloutError(url, f"has {num_ranks} devices, and only one can be the trainer's", 400)
-        return num_ranks
-
     async def _destroy(self) -> None:
         """It has nothing to leave."""
 

@@ -98,13 +98,6 @@ class VllmMemoryGroup(MemoryGroup, VllmGroup):
 
     way = "vllm_memory"
 
-    @classmethod
-    async def _num_ranks(cls, url: str, session: HttpSession) -> int:
-        num_ranks = await super()._num_ranks(url, session)
-        if num_ranks > 1:
-            raise RolloutError(url, f"has {num_ranks} devices, and only one can be the trainer's", 400)
-        return num_ranks
-
     async def _join(self, opened: SendingGroup) -> None:
         await super()._join(opened)
         await self._post("/init_weight_transfer_engine", {"init_info": {"packed": True}}, timeout_s=JOIN_S)

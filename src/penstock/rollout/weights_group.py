@@ -36,6 +36,8 @@ class WeightsGroup(ABC):
 
     way: SendingWay
     transport: WeightsTransport = "collective"
+    shares_device = False
+    """Whether the server needs the trainer's device."""
 
     def __init__(self, url: str, session: HttpSession, sender: WeightsSender, opened: SendingGroup) -> None:
         self._url, self._session, self._sender, self._opened = url, session, sender, opened
@@ -48,6 +50,8 @@ class WeightsGroup(ABC):
     async def open(cls, url: str, session: HttpSession, sender: WeightsSender, policy_version: int) -> Self:
         """Return the group when the server has joined it. The server is not paused for it."""
         num_ranks = await cls._num_ranks(url, session)
+        if cls.shares_device and num_ranks > 1:
+            raise RolloutError(url, f"has {num_ranks} devices, and only one can be the trainer's", 400)
         try:
             opened = await sender.open_group(url, policy_version, world_size=1 + num_ranks, way=cls.way)
         except (TrainerLost, WeightsNotSent) as error:
@@ -115,6 +119,7 @@ class MemoryGroup(WeightsGroup):
     bucket is there before the server pauses."""
 
     transport = "device_memory"
+    shares_device = True
     _first = ""
 
     async def _join(self, opened: SendingGroup) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -26,10 +27,23 @@ Fill = Callable[[int, Tensor], None]
 
 
 class LentMemory:
-    """The buffers of one group."""
+    """The buffers of one group, at most for `most_s` seconds."""
 
-    def __init__(self, way: SendingWay, buckets: Sequence[Sequence[Placed]], fill: Fill, device: torch.device) -> None:
+    def __init__(
+        self,
+        way: SendingWay,
+        buckets: Sequence[Sequence[Placed]],
+        fill: Fill,
+        device: torch.device,
+        *,
+        most_s: float,
+        give_up: Callable[[], None],
+    ) -> None:
+        """`give_up`: called after `most_s`, unless the group is closed before."""
         self._way, self._buckets, self._fill, self._device = way, buckets, fill, device
+        self._end = threading.Timer(most_s, give_up)
+        self._end.daemon = True
+        self._end.start()
         self._buffer: Tensor | None = None
         self._handle = ""
 
@@ -54,6 +68,7 @@ class LentMemory:
 
     def close(self) -> None:
         """Give the buffers back, once no server has them open."""
+        self._end.cancel()
         self._buffer = None
 
     def _new(self, num_bytes: int) -> Tensor:

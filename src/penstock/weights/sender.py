@@ -18,6 +18,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,9 @@ class Sender:
             buckets=[_announced(bucket) for bucket in buckets.tensors],
         )
         if store is None:
-            self._replace(server, opened.name, LentMemory(way, buckets.tensors, buckets.fill, self._device))
-            forgotten = threading.Timer(IDLE_S, self.close_group, [opened.name])
-            forgotten.daemon = True
-            forgotten.start()
+            give_up = partial(self.close_group, opened.name)
+            lent = LentMemory(way, buckets.tensors, buckets.fill, self._device, most_s=IDLE_S, give_up=give_up)
+            self._replace(server, opened.name, lent)
             return opened
         begins = way == "communicator"
         group = _ServerGroup(opened, buckets, store, self._device, begins=begins)
