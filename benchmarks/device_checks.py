@@ -40,6 +40,7 @@ MARKED = (
     "trainer/test_learner.py",
     "trainer/test_offload.py",
     "trainer/test_saving.py",
+    "weights/test_live_weights.py",
     "weights/test_tensor_payload.py",
 )
 """Tests with cases for a device."""

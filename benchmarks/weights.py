@@ -38,7 +38,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import get_args
 
 import aiohttp
 import msgspec
@@ -69,7 +68,8 @@ from penstock.weights.receiver import Receiver, linked
 
 MAX_CONTEXT, LONG_CONTEXT = 512, 16384
 RANKS = (2, 4)
-TRANSPORTS: tuple[WeightsTransport, ...] = get_args(WeightsTransport)
+TRANSPORTS: tuple[WeightsTransport, ...] = ("shared_memory", "collective", "file")
+"""Those by which our server gets weights."""
 BENCHMARK = Benchmark(
     name="weights",
     measures=["weights", "rollout"],
