@@ -408,15 +408,16 @@ async def in_a_row(
                     except (aiohttp.ClientError, msgspec.DecodeError):  # a failed request is what is counted
                         lost += 1
 
-            playing = [asyncio.create_task(play()) for _ in range(REQUESTS)]
-            start = time.perf_counter()
-            for version in range(2, updates + 2):
-                await update(client, publish_there(telling(tensors, version, vocab_size), version))
-                if client.transport != transport:
-                    raise SystemExit(f"policy_version {version} came by {client.transport}, not by {transport}")
-            seconds = time.perf_counter() - start
-            over = True
-            await asyncio.gather(*playing)
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(REQUESTS):
+                    tasks.create_task(play())
+                start = time.perf_counter()
+                for version in range(2, updates + 2):
+                    await update(client, publish_there(telling(tensors, version, vocab_size), version))
+                    if client.transport != transport:
+                        raise SystemExit(f"policy_version {version} came by {client.transport}, not by {transport}")
+                seconds = time.perf_counter() - start
+                over = True
     found = {
         "": updates,
         "_per_s": updates / seconds,
