@@ -20,7 +20,7 @@ help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 demo: $(SETUP)  ## set up .venv, then train the quickstart
-	@echo "training the quickstart: three to four minutes on two cores"
+	@echo "training the quickstart: three to five minutes on two cores"
 	$(BIN)/penstock train examples/quickstart/run.yaml
 
 test: check  ## set up .venv, then format, lint, types, unit tests and a choice of real runs; six minutes on two cores
