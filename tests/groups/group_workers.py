@@ -42,6 +42,10 @@ class Hopeless(Exception):
     hopeless = True
 
 
+class PeerMissed(Exception):
+    blames_peer = True
+
+
 def deal(arguments: Mapping[str, Any], num_parts: int) -> Sequence[Mapping[str, Any]]:
     """Every n-th value to the same part."""
     if not isinstance(arguments["values"], list):
@@ -215,6 +219,14 @@ class Probe:
                 pipe.read()
         self.log.append(value)
         return value
+
+    @remote_method(blocking=False)
+    def miss(self, gate: Path, rank: int) -> None:
+        """Every rank misses one rank, which waits at the gate."""
+        if rank != self.rank.index:
+            raise PeerMissed(f"rank {self.rank.index} misses rank {rank}")
+        with gate.open() as pipe:
+            pipe.read()
 
     @remote_method(blocking=False, timeout=0.05)
     def held_too_long(self, gate: Path, rank: int) -> Any:

@@ -534,6 +534,25 @@ class TestApart:
             mortal.pid()
         assert mortal.lead() == (0, None), "where it is not needed it is not missed"
 
+    def test_the_end_of_a_worker_explains_the_errors_of_others(self, mortal: Group, gate: Path) -> None:
+        end = "SIGKILL" if isinstance(mortal.backend, SpawnedBackend) else DEAD
+        pids = mortal.pid()
+        call = mortal.miss(gate, 1)
+        with gate.open("w"):
+            while not call.done():
+                os.sched_yield()
+            os.kill(pids[1], signal.SIGKILL)
+            with pytest.raises(WorkerLost, match=rf"probe\.miss lost its worker of rank 1: {end}"):
+                call.result(TIMEOUT_S)
+
+    def test_a_worker_that_others_miss_may_live(self, lasting: Group, gate: Path) -> None:
+        call = lasting.miss(gate, 1)
+        with gate.open("w"):
+            while not call.done():
+                os.sched_yield()
+        with pytest.raises(RemoteError, match="PeerMissed: rank 0 misses rank 1"):
+            call.result(TIMEOUT_S)
+
     def test_nothing_is_sent_when_a_worker_has_ended(self, mortal: Group) -> None:
         end = "exit 3" if isinstance(mortal.backend, SpawnedBackend) else DEAD
         with pytest.raises(WorkerLost, match=rf"probe\.leave lost its worker of rank 2: {end}"):

@@ -41,6 +41,7 @@ class RemoteError(RuntimeError):
         self.remote_traceback = raised.trace
         self.self_explanatory = getattr(raised.error, "self_explanatory", False)
         self.hopeless = getattr(raised.error, "hopeless", False)
+        self.blames_peer = getattr(raised.error, "blames_peer", False)
         self.__cause__ = raised.error
         if raised.error is None or raised.error.__traceback__ is None:  # otherwise its own traceback shows the place
             self.add_note(f"on rank {rank}:\n{raised.trace}")

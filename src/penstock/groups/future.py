@@ -12,10 +12,13 @@ from functools import cached_property, partial
 from typing import Any, NoReturn
 
 from penstock.groups.backend import Backend, Call, Handle
-from penstock.groups.errors import CallTimedOut, RemoteError
+from penstock.groups.errors import CallTimedOut, RemoteError, WorkerLost
 from penstock.groups.method import Masks, RemoteMethod
 
 logger = logging.getLogger(__name__)
+
+PEER_S = 5.0
+"""Limit for the end of a worker's process to be noticed after another rank has missed that worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,8 @@ class CallFuture:
         """Return the collected result. Wait at most `timeout` seconds, and no longer than the method's own deadline.
 
         Raises `RemoteError` or `WorkerLost` as soon as one rank fails, `CancelledError`, and the error of a refused
-        call. Raises `CallTimedOut` when the time is up; `result` can be called again afterwards."""
+        call. If a rank failed because of another rank, `WorkerLost` of that other rank is raised instead; it may come
+        some seconds later. Raises `CallTimedOut` when the time is up; `result` can be called again afterwards."""
         self._is_claimed, began = True, time.monotonic()
         try:
             sent = self._sent.result(timeout)
@@ -80,7 +84,9 @@ class CallFuture:
         ends += [sent.at + self._method.timeout] if self._method.timeout is not None else []
         remaining = max(0.0, min(ends) - time.monotonic()) if ends else None
         _, missing = wait(sent.handles.values(), remaining, return_when=FIRST_EXCEPTION)
-        for handle in sent.handles.values():
+        if any(map(_blames_peer, sent.handles.values())):
+            _, missing = wait(sent.handles.values(), PEER_S)
+        for handle in sorted(sent.handles.values(), key=_is_lost, reverse=True):
             if handle.cancelled():
                 raise CancelledError(f"{self._name} was cancelled")
             if handle.done():
@@ -92,7 +98,7 @@ class CallFuture:
         return self._collected
 
     def done(self) -> bool:
-        """Return whether `result` would return or raise at once."""
+        """Return whether the outcome is there: `result` would return at once, or raise."""
         if not self._sent.done():
             return False
         if self._sent.cancelled() or self._sent.exception() is not None:
@@ -142,6 +148,19 @@ class CallFuture:
 
 def _has_failed(handle: Handle) -> bool:
     return handle.done() and (handle.cancelled() or handle.exception() is not None)
+
+
+def _error_of(handle: Handle) -> BaseException | None:
+    """Return the error of a call on one rank, as far as it is known."""
+    return handle.exception() if handle.done() and not handle.cancelled() else None
+
+
+def _blames_peer(handle: Handle) -> bool:
+    return getattr(_error_of(handle), "blames_peer", False)
+
+
+def _is_lost(handle: Handle) -> bool:
+    return isinstance(_error_of(handle), WorkerLost)
 
 
 def _log_error(name: str, handle: Future[Any]) -> None:

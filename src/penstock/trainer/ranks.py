@@ -50,6 +50,7 @@ class RankLost(RuntimeError):
     """The ranks are out of step: one of them did not reach a collective call, or ended during the call."""
 
     self_explanatory = True
+    blames_peer = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
