@@ -87,8 +87,8 @@ def await_count(mark: str, least: int) -> None:
         time.sleep(0.01)
 
 
-def left_after(who: str) -> int:
-    """Kill the worker, its parent or both, and return how many processes of the box are left."""
+def left_after(who: str, *, within_s: float = END_S) -> int:
+    """Kill the worker, its parent or both, and return how many processes of the box are left after so many seconds."""
     mark = f"36{time.monotonic_ns()}"
     words = [sys.executable, str(Path(__file__).resolve()), "supervise", mark]
     with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as supervisor:
@@ -96,7 +96,7 @@ def left_after(who: str) -> int:
         worker = int(supervisor.stdout.readline())
         for pid in {"worker": [worker], "supervisor": [supervisor.pid], "both": [supervisor.pid, worker]}[who]:
             os.kill(pid, signal.SIGKILL)
-        limit = time.monotonic() + END_S
+        limit = time.monotonic() + within_s
         while (left := num_left(mark)) and time.monotonic() < limit:
             time.sleep(0.01)
         supervisor.kill()

@@ -213,12 +213,12 @@ def test_a_detached_run_outlives_the_command_that_started_it(config: Path, tmp_p
     (run_dir / "pool").write_text("a file where a folder belongs")
     words = ["train", str(config), "run_id=mine", "--detach"]
     result = subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", *words], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "penstock.cli.main", *words], capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
     assert f"run mine started in {run_dir}" in result.stdout
     log = run_dir / "logs" / "supervisor.log"
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 120
     while "pool" not in log.read_text():
         assert time.monotonic() < give_up, log.read_text()
         time.sleep(0.02)

@@ -24,7 +24,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "weights"))
 
-from trainer_end import Broadcast, announce, buckets, free_port
+from free_port import free_port
+from trainer_end import Broadcast, announce, buckets
 
 from penstock.cli.serve import hint
 from penstock.config import TinyModelConfig

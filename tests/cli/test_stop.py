@@ -19,7 +19,7 @@ from penstock.cli import stop
 from penstock.observe import jsonl
 from penstock.observe.notices import notice
 from penstock.supervisor.ownership import owning
-from penstock.supervisor.procfs import identify, read_stat, send
+from penstock.supervisor.procfs import Identity, identify, read_stat, send
 
 SUPERVISOR = """
 import json, pathlib, signal, sys, time
@@ -87,8 +87,15 @@ def test_a_suspended_supervisor_is_named_and_killed_only_on_request(supervised: 
 @pytest.mark.integration
 def test_a_supervisor_that_does_not_end_is_killed(supervised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = state_of(supervised)["supervisor"]["pid"]
+
+    def send_only_sigkill(who: Identity, signum: int) -> bool:
+        if signum != signal.SIGKILL:
+            return True
+        monkeypatch.setattr(stop, "NOW_S", 60.0)
+        return send(who, signum)
+
     monkeypatch.setattr(stop, "NOW_S", 0.05)
-    monkeypatch.setattr(stop, "send", lambda who, signum: signum != signal.SIGKILL or send(who, signum))
+    monkeypatch.setattr(stop, "send", send_only_sigkill)
     result = penstock("stop", supervised, "--now")
     assert result.exit_code == 0 and "marked failed" in result.stdout
     assert state_of(supervised)["status"] == "failed" and read_stat(pid).state == "Z"

@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import openai
 import pytest
-from trainer_end import free_port
+from free_port import free_port
 
 from penstock.config import TinyModelConfig
 from penstock.model.load_policy import load_policy

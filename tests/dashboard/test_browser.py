@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from free_port import free_port
 from made_dashboard_runs import ROOT, WrittenRun, shown_runs
 
 if TYPE_CHECKING:
@@ -54,13 +54,6 @@ def dashboard(runs_dir: Path, port: int) -> Iterator[str]:
         finally:
             server.terminate()
             server.wait(timeout=30)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

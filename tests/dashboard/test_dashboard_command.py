@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -148,8 +149,16 @@ def test_a_run_does_not_wait_for_its_dashboard(
     silent.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(silent))
     monkeypatch.setattr(dashboard, "START_S", 0.2)
+    goes_on, tell = threading.Event(), dashboard.tell
+
+    def tell_when_the_run_goes_on(*given: Any) -> None:
+        goes_on.wait(LIMIT_S)
+        tell(*given)
+
+    monkeypatch.setattr(dashboard, "tell", tell_when_the_run_goes_on)
     with dashboard.beside_run(tmp_path / "mine"):
-        assert capfd.readouterr() == ("", ""), "it has not been waited for"
+        assert capfd.readouterr() == ("", "") and not goes_on.is_set(), "it has not been waited for"
+        goes_on.set()
         assert "it has not started within 0.2 s" in told_on_stderr(capfd, "warning: ")
 
 

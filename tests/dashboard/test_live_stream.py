@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from shown_run import BEGUN, RUN, Client, dashboard_of, decision, make_run, step
 
 from penstock.dashboard import live
 from penstock.dashboard.opened_run import OpenedRun, OpenedRuns, Requests
+from penstock.observe.jsonl import write_json
 from penstock.supervisor.run_status import StatusReader
 
 LIMIT_S = 30.0
@@ -76,12 +76,12 @@ async def test_the_end_of_a_run_is_told_once(tmp_path: Path) -> None:
     async with dashboard_of(tmp_path) as dashboard, viewer(dashboard) as events:
         await next_of(events, "status")
         state = json.loads((run_dir / "state.json").read_text())
-        (run_dir / "state.json").write_text(json.dumps(state | {"status": "completed", "ended": BEGUN + 40}))
+        write_json(run_dir / "state.json", state | {"status": "completed", "ended": BEGUN + 40})
         assert await next_of(events, "ended") == {"status": "completed"}
-        (run_dir / "state.json").write_text(json.dumps(state | {"status": "running"}))
+        write_json(run_dir / "state.json", state | {"status": "running"})
         while (await next_of(events, "status"))["status"] != "running":
             pass
-        shutil.rmtree(run_dir)
+        run_dir.rename(tmp_path.parent / f"{tmp_path.name}-gone")  # at once, and not file by file
         assert await next_of(events, "ended") == {"status": "gone"}
         with pytest.raises(AssertionError, match="the stream ended"):
             await next_of(events, "status")

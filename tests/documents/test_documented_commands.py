@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from document_blocks import DOCUMENTS, ROOT, blocks
+from free_port import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -87,6 +88,8 @@ class Reader:
         for example, settings in SHORTER.items():
             if {"train", "simulate", "plan"} & set(words) and f"examples/{example}/run.yaml" in words:
                 words += settings
+        if "--port" in words:
+            words[words.index("--port") + 1] = str(free_port())
         if {"serve", "resume", "dashboard"} & set(words):
             self._begin_and_end(words, line)
             return

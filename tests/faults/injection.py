@@ -196,7 +196,7 @@ class Injector:
 
     def _is_busy(self) -> bool:
         """Whether the victim still deals with the strike before, and may need this very process for that: it was asked
-        to end and does so, has not lost anything yet, or has played no group yet for which there is no room."""
+        to end and does so, has not lost anything yet, or has written nothing yet for which there is no room."""
         if not self._struck or self._victim == SUPERVISOR:
             return False
         if self._fault is Fault.LOST_MESSAGES:
@@ -204,7 +204,7 @@ class Injector:
         if self._victim == self._name:
             return False
         state, pid = self._recorded()
-        notices_late = self._fault is Fault.TERMINATE or (self._fault is Fault.FULL_DISK and self._victim == ENV)
+        notices_late = self._fault in (Fault.TERMINATE, Fault.FULL_DISK)
         return notices_late and state == "ready" and self._is_doomed(pid)
 
     def _is_doomed(self, pid: int) -> bool:

@@ -23,6 +23,7 @@ import pytest
 import torch
 from group_workers import Later, Probe, doubled, numbers
 
+from penstock.groups import future
 from penstock.groups.backend import Backend
 from penstock.groups.batch import Batch
 from penstock.groups.errors import CallRefused, CallTimedOut, RemoteError, ResultRefused, WorkerLost
@@ -534,7 +535,10 @@ class TestApart:
             mortal.pid()
         assert mortal.lead() == (0, None), "where it is not needed it is not missed"
 
-    def test_the_end_of_a_worker_explains_the_errors_of_others(self, mortal: Group, gate: Path) -> None:
+    def test_the_end_of_a_worker_explains_the_errors_of_others(
+        self, mortal: Group, gate: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(future, "PEER_S", TIMEOUT_S)
         end = "SIGKILL" if isinstance(mortal.backend, SpawnedBackend) else DEAD
         pids = mortal.pid()
         call = mortal.miss(gate, 1)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import random
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
+from free_port import free_port
 from hypothesis import given
 from hypothesis import strategies as st
 from otlp_collector import Span, collecting
@@ -248,12 +248,6 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -263,7 +257,7 @@ def test_a_collector_that_is_down_costs_one_warning(
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "64")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "32")
-    port = unused_port()
+    port = free_port()
     with caplog.at_level(logging.INFO), traces(f"http://127.0.0.1:{port}") as opened:
         opened.add(TASK, played(LAST))
         until(lambda: opened._sender.is_failing)

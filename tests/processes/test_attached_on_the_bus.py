@@ -118,8 +118,8 @@ async def test_who_says_nothing_is_lost_and_asked_who_it_is_when_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, far: bool
 ) -> None:
     monkeypatch.setattr(controller, "LOOK_EVERY_S", 0.01)
-    config = default_config(["supervisor={heartbeat_s: 0.01, silent_s: 0.05}"])
-    async with attached(tmp_path, config, far=far) as (stage, peer):
+    async with attached(tmp_path, Config(), far=far) as (stage, peer):
+        stage.controller._registry._silent_s = 0.05
         while not stage.scheduler.lost:  # noqa: ASYNC110 - it is lost by the clock
             await asyncio.sleep(0.01)
         assert stage.events("left") == [ENV]

@@ -70,9 +70,10 @@ async def test_a_second_run_on_a_server_is_refused_and_the_first_is_named(
 async def test_a_dead_runs_claim_is_waited_out(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_server, "ASK_EVERY_S", 0.01)
     async with serve(runner) as url, claim_of(url, "dead") as dead, claim_of(url, "new") as new:
-        await dead.client.claim("dead", "nonce of dead", lease_s=1.0)
+        await dead.client.claim("dead", "nonce of dead", lease_s=60.0)
         with pytest.raises(RolloutError, match="run dead already uses this server"):
             await new.take()
+        await dead.client.claim("dead", "nonce of dead", lease_s=0.2)
         await await_server(settings(url), new, None)
         with pytest.raises(RolloutError, match="run new already uses this server"):
             await dead.take()

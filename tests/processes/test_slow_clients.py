@@ -110,7 +110,10 @@ def post_with_standard_library(port: int, length: int) -> tuple[int, str]:
         return status, connection.getresponse().reason
 
 
-async def test_a_client_that_sends_too_much_reads_that_it_is_refused(port: int) -> None:
+async def test_a_client_that_sends_too_much_reads_that_it_is_refused(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "REST_S", 60.0)
     answers = await asyncio.to_thread(post_with_standard_library, port, 4 * http.MAX_BODY_BYTES)
     assert answers == (413, "OK")
 

@@ -201,13 +201,15 @@ def test_an_invalid_request_does_not_answer_the_one_before_it(served: Callable[[
 def test_a_head_must_come_in_time(
     served: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch, before: bytes, sent: bytes
 ) -> None:
-    monkeypatch.setattr(bounded_connections, "HEAD_S", SOON_S)
     monkeypatch.setattr(http_server, "IDLE_S", SOON_S)
 
     async def scenario(port: int) -> None:
+        if not before:
+            monkeypatch.setattr(bounded_connections, "HEAD_S", SOON_S)
         async with client(port, before) as (reader, writer):
             if before:
                 assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+                monkeypatch.setattr(bounded_connections, "HEAD_S", SOON_S)
             writer.write(sent)
             assert await until_closed(reader) == b""
 
@@ -218,8 +220,6 @@ def test_a_head_must_come_in_time(
 def test_bytes_do_not_extend_the_time_of_a_later_head(
     served: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr(bounded_connections, "HEAD_S", SOON_S)
-
     async def drip(writer: asyncio.StreamWriter) -> None:
         while True:
             writer.write(sent)
@@ -228,6 +228,7 @@ def test_bytes_do_not_extend_the_time_of_a_later_head(
     async def scenario(port: int) -> None:
         async with client(port, HEALTH) as (reader, writer):
             assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+            monkeypatch.setattr(bounded_connections, "HEAD_S", SOON_S)
             writer.write(b"" if sent == b"\r\n" else HALF)
             dripping = asyncio.create_task(drip(writer))
             assert await until_closed(reader) == b""
@@ -239,11 +240,12 @@ def test_bytes_do_not_extend_the_time_of_a_later_head(
 def test_a_request_may_last_longer_than_its_head(
     served: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_connections, "HEAD_S", SOON_S)
-
     async def scenario(port: int) -> None:
-        async with client(port, NEVER) as (reader, _), client(port) as (silent, _):
-            assert await until_closed(silent) == b""  # its time began after that of the request
+        async with client(port, NEVER) as (reader, _):
+            assert await is_served(port)
+            monkeypatch.setattr(bounded_connections, "HEAD_S", SOON_S)
+            async with client(port) as (silent, _):
+                assert await until_closed(silent) == b""
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(reader.read(1), SOON_S)
 

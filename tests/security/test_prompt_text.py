@@ -124,6 +124,7 @@ async def test_health_is_answered_while_text_takes_its_time(
         assert await asyncio.gather(*asked) == [504] * 12, "a wait for text has a limit"
         assert {name for name in slow.threads if name != "MainThread"} <= {f"prompt-text-{n}" for n in range(4)}
         slow.released.set()
+        monkeypatch.setattr(text_threads, "TEXT_S", 60.0)
         chat = {"messages": [{"role": "user", "content": "A"}], "max_tokens": 1}
         async with session.post("/v1/chat/completions", json=chat) as response:
             assert response.status == 200, await response.text()

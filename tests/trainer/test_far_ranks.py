@@ -129,8 +129,11 @@ def test_several_machines_publish_the_bytes_of_one(
     assert one[0] and one[0].items() < one[1].items()
 
 
+GATE = "gate"
+
+
 class Dying(Actor):
-    """Rank 1 dies after it has sent some of its rows of the second version."""
+    """Rank 1 dies at the gate, a named pipe, after it has sent some of its rows of the second version."""
 
     def __init__(self, rank: Rank, roles: Mapping[str, Any], **named: Any) -> None:
         super().__init__(rank, roles, **named)
@@ -141,6 +144,7 @@ class Dying(Actor):
 
 def send_or_die(ranks: Ranks, calls: Iterator[int], tensor: torch.Tensor, *, to: int, what: str) -> None:
     if what.endswith("policy_version 1") and next(calls) == 6:
+        (Path(os.environ[RUNTIME_DIR]) / GATE).read_bytes()
         os.kill(os.getpid(), signal.SIGKILL)
     Ranks.send(ranks, tensor, to=to, what=what)
 
@@ -150,7 +154,9 @@ def test_a_rank_that_dies_ends_the_publication_and_the_version_before_stays(save
         before = made.publish()
         handle = await_handle(before, waiter="the test")
         made.step()
+        os.mkfifo(tmp_path / "run" / GATE)
         folder = made.publish()
+        (tmp_path / "run" / GATE).write_bytes(b"")
         with pytest.raises(NotPublished, match=r"rank 0 of 2 waited .* for the rows of policy_version 1 of rank 1"):
             await_handle(folder, waiter="the test")
         assert handle_in(before) == handle and Path(handle.path).exists()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_deaths import LIMIT_S
 from test_training_run import EXAMPLES, command, leftovers, lines, only_run
 
 from penstock.compat.atropos_api import SILENT_S
@@ -56,7 +57,7 @@ def environment(program: Path, run_dir: Path, *options: str) -> Iterator[subproc
         process.wait()
 
 
-def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool], *, seconds: float = 120) -> None:
+def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool], *, seconds: float = LIMIT_S) -> None:
     give_up = time.monotonic() + seconds
     while not condition():
         if process.poll() is not None or time.monotonic() > give_up:
@@ -71,7 +72,7 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
 
 def check_completed(run: subprocess.Popen[str], run_dir: Path, *, num_steps: int) -> None:
     """To its end, every group accounted for, every token traced back."""
-    output, _ = run.communicate(timeout=150)
+    output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 0, output
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "completed" and summary["steps"] == num_steps
@@ -107,7 +108,7 @@ def test_conversations_are_traced_back_and_the_worker_may_die(tmp_path: Path) ->
             os.kill(json.loads((run_dir / "state.json").read_text())["processes"]["env-0"]["pid"], signal.SIGKILL)
             time.sleep(0.1)
         with environment(ECHOES, run_dir):  # a client of atroposlib gives up after three attempts
-            run.wait(timeout=150)
+            run.wait(timeout=LIMIT_S)
     assert run.returncode == 0 and (run_dir / "atropos.json").read_bytes() == address
     last = steps(run_dir)[-1]
     assert last["step"] == 6 and last["ledger"]["failed"] == 0
@@ -117,6 +118,6 @@ def test_conversations_are_traced_back_and_the_worker_may_die(tmp_path: Path) ->
 def test_an_environment_that_cannot_be_trained_fails_the_run_and_is_named(tmp_path: Path) -> None:
     """It samples at another temperature than the run trains at."""
     with training(tmp_path, "env.temperature=0.5", "trainer.steps=2") as run, environment(LETTERS, only_run(tmp_path)):
-        output, _ = run.communicate(timeout=150)
+        output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 1
     assert "env_0 pushed a group that cannot be trained" in output and "env.temperature 0.5" in output

@@ -19,6 +19,7 @@ from ray._raylet import GcsClient
 from ray.dashboard.modules.job.job_manager import JobManager
 from ray.job_submission import JobStatus
 from ray_machines import machines
+from test_deaths import LIMIT_S
 from test_training_run import EXAMPLES, leftovers, lines, only_run
 
 from penstock.deadline import deadline
@@ -55,7 +56,7 @@ async def test_a_job_trains_in_its_working_directory_and_ends_in_order_when_it_i
     ]
     job = await manager.submit_job(entrypoint=f"exec {shlex.join(words)}", runtime_env=runtime_env)
     try:
-        async with deadline(150.0, waiter="the test", resource="two steps", holder="the job"):
+        async with deadline(LIMIT_S, waiter="the test", resource="two steps", holder="the job"):
             while not any(len(lines(path)) >= 2 for path in runs.glob("*/metrics.jsonl")):
                 assert not (await manager.get_job_status(job)).is_terminal(), manager.get_job_logs(job)
                 await asyncio.sleep(0.1)

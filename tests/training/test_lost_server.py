@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_deaths import LIMIT_S
 from test_training_run import RECIPE, SHORT, command, had_their_groups, leftovers, lines, only_run
 
 from penstock.config import TinyModelConfig
@@ -51,7 +52,7 @@ def test_a_killed_server_costs_no_episode(
     with subprocess.Popen(
         command(RECIPE, runs, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:
-        give_up = time.monotonic() + 120
+        give_up = time.monotonic() + LIMIT_S
         while not any(len(lines(path)) >= 5 for path in runs.glob("*/metrics.jsonl")):
             assert run.poll() is None and time.monotonic() < give_up, run.communicate(timeout=10)[0]
             time.sleep(0.1)
@@ -59,7 +60,7 @@ def test_a_killed_server_costs_no_episode(
         victim.send_signal(signal.SIGKILL)
         state = json.loads((only_run(runs) / "state.json").read_text())
         os.kill(state["processes"]["rollout-0"]["pid"], signal.SIGKILL)
-        output, _ = run.communicate(timeout=240)
+        output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 0, output
     run_dir = only_run(runs)
     summary = json.loads((run_dir / "summary.json").read_text())

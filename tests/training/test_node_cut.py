@@ -15,12 +15,10 @@ import psutil
 import pytest
 
 pytest.importorskip("ray")
-sys.path.insert(0, str(Path(__file__).parent.parent / "weights"))
-
 from cable import Cable
+from free_port import free_port
 from test_deaths import trained_tasks
 from test_training_run import RECIPE, command, leftovers, lines, only_run
-from trainer_end import free_port
 
 from penstock.supervisor.run_journal import read_state
 

@@ -79,7 +79,7 @@ async def test_a_run_trains_across_machines_whatever_is_lost(tmp_path: Path) -> 
         await check_listeners(run)
         assert not events(run, "payloads_unfetched")
         run.machines.lost = 5
-        await until(lambda: num_steps(run) >= 4 and not run.machines.lost, life)
+        await until(lambda: num_steps(run) >= 4 and len(events(run, "payloads_unfetched")) == 5, life)
         kill("controller")
         await until(lambda: num_steps(run) >= 7, life)
         kill("trainer-0")

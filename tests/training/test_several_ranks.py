@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_deaths import LIMIT_S
 from test_training_run import RECIPE, command, leftovers, lines, only_run
 
 from penstock.supervisor.run_journal import read_state
@@ -61,13 +62,13 @@ def test_a_run_goes_on_after_the_loss_of_a_rank(
     start: Callable[[Sequence[str]], subprocess.Popen[str]], tmp_path: Path, settings: Sequence[str], ranks: list[str]
 ) -> None:
     run = start(settings)
-    give_up = time.monotonic() + 120
+    give_up = time.monotonic() + LIMIT_S
     while not any(len(lines(path)) >= 4 for path in tmp_path.glob("*/metrics.jsonl")):
         assert run.poll() is None and time.monotonic() < give_up, run.communicate(timeout=10)[0]
         time.sleep(0.1)
     before = processes(only_run(tmp_path))
     os.kill(before[ranks[-1]]["pid"], signal.SIGKILL)
-    said, _ = run.communicate(timeout=240)
+    said, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 0, said
     run_dir = only_run(tmp_path)
     assert lines(run_dir / "metrics.jsonl")[-1]["step"] == STEPS

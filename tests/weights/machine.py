@@ -20,6 +20,11 @@ BUCKET_BYTES = 50_000
 """So that even little comes in several buckets."""
 
 
+class Told(msgspec.Struct, kw_only=True):
+    handle: WeightsHandle
+    join_s: float
+
+
 class Received(msgspec.Struct, kw_only=True):
     transport: str
     digest: str = ""
@@ -33,9 +38,9 @@ def digest(named: dict[str, torch.Tensor]) -> str:
 class Machine:
     """The process, as a test sees it."""
 
-    def __init__(self, name: str, directory: Path, shapes: dict[str, list[int]], *, join_s: float = 20.0) -> None:
+    def __init__(self, name: str, directory: Path, shapes: dict[str, list[int]]) -> None:
         words = [sys.executable, __file__, name, str(directory / name), msgspec.json.encode(shapes).decode()]
-        self._process = subprocess.Popen([*words, str(join_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def __enter__(self) -> Machine:
         return self
@@ -44,9 +49,10 @@ class Machine:
         self._process.kill()
         self._process.communicate()
 
-    def tell(self, handle: WeightsHandle) -> None:
+    def tell(self, handle: WeightsHandle, *, join_s: float = 20.0) -> None:
+        """`join_s`: how long it waits for the others of a broadcast."""
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(handle) + b"\n")
+        self._process.stdin.write(msgspec.json.encode(Told(handle=handle, join_s=join_s)) + b"\n")
         self._process.stdin.flush()
 
     def received(self) -> Received:
@@ -55,8 +61,8 @@ class Machine:
 
 
 def main() -> None:
-    name, directory, shapes, join_s = sys.argv[1:]
-    broadcast.JOIN_S, broadcast.BUCKET_BYTES = float(join_s), BUCKET_BYTES
+    name, directory, shapes = sys.argv[1:]
+    broadcast.BUCKET_BYTES = BUCKET_BYTES
     receiver_module.FILES = Path(f"{directory}.files")
     receiver_module.FILES.symlink_to(name)  # so that it sees other files than the other machines
     named = msgspec.json.decode(shapes, type=dict[str, list[int]])
@@ -64,7 +70,9 @@ def main() -> None:
     receiver = Receiver(expected, machine=name, directory=Path(directory))
     for line in sys.stdin.buffer:
         try:
-            received = receiver(msgspec.json.decode(line, type=WeightsHandle))
+            told = msgspec.json.decode(line, type=Told)
+            broadcast.JOIN_S = told.join_s
+            received = receiver(told.handle)
             answer = Received(transport=receiver.transport, digest=digest(received))
         except Exception as error:
             answer = Received(transport=f"{type(error).__name__}: {error}")

@@ -22,7 +22,7 @@ from machine import BUCKET_BYTES, Machine, digest
 from penstock.runtime.file_service import serving_files
 from penstock.types import WeightsHandle
 from penstock.weights import broadcast
-from penstock.weights.broadcast import KEPT_OFFERS, Offers
+from penstock.weights.broadcast import KEPT_OFFERS, Offer, Offers
 from penstock.weights.publication import WeightsPublisher
 from penstock.weights.receiver import linked
 
@@ -62,20 +62,30 @@ def three(tmp_path: Path) -> Iterator[list[Machine]]:
         yield [stack.enter_context(Machine(f"machine-{number}", tmp_path, SHAPES)) for number in range(3)]
 
 
-async def ask(machines: list[Machine], handle: WeightsHandle) -> list[str]:
+async def ask(machines: list[Machine], handle: WeightsHandle, *, join_s: float = 20.0) -> list[str]:
     """Return how the weights came to each machine, if they are the right ones."""
     for machine in machines:
-        machine.tell(handle)
+        machine.tell(handle, join_s=join_s)
     received = await asyncio.gather(*(asyncio.to_thread(machine.received) for machine in machines))
     wanted = digest(policy(handle.policy_version))
     return [each.transport if each.digest == wanted else f"wrong: {each}" for each in received]
 
 
 @pytest.mark.integration
-async def test_machines_that_ask_together_get_the_file_together(trainer: Trainer, three: list[Machine]) -> None:
-    for version in range(1, 9):
-        assert await ask(three, trainer.published(version)) == ["collective"] * 3
-        if version > 1:  # the first time they have to start
+async def test_machines_that_ask_together_get_the_file_together(
+    trainer: Trainer, three: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Offer._broadcast
+
+    def begin_when_all_have_asked(offer: Offer, store: TCPStore) -> None:
+        while store.add(f"{offer.num_waves}/members", 0) < 3 and not offer._withdrawn.wait(0.01):
+            pass
+        begin(offer, store)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Offer, "_broadcast", begin_when_all_have_asked)
+        for version in range(1, 9):
+            assert await ask(three, trainer.published(version)) == ["collective"] * 3
             assert trainer.offers._newest[-1].num_waves == 1
     handle = trainer.published(9)
     assert await ask(three[:1], handle) == ["collective"]
@@ -87,11 +97,11 @@ async def test_a_machine_that_does_not_come_costs_the_others_only_time(tmp_path:
     """It asks, and is then lost before the broadcast."""
     handle = trainer.published(1)
     port = int(handle.meeting.rpartition(":")[2])
-    with Machine("machine-0", tmp_path, SHAPES, join_s=1.0) as machine:
+    with Machine("machine-0", tmp_path, SHAPES) as machine:
         assert await ask([machine], trainer.published(2)) == ["collective"], "it has started"
         store = TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
         store.add("0/members", 1)
-        assert await ask([machine], handle) == ["file"]
+        assert await ask([machine], handle, join_s=1.0) == ["file"]
         assert await ask([machine], trainer.published(3)) == ["collective"]
 
 

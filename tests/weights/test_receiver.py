@@ -70,9 +70,8 @@ class Sender:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several parts even of little, and no patience."""
-    monkeypatch.setattr(receiver_module, "MAX_SILENCE_S", 0.2)
+def several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even of little."""
     monkeypatch.setattr(file_service, "PAUSE_S", 0.01)
     monkeypatch.setattr(file_service, "PART_BYTES", PART_BYTES)
 
@@ -114,10 +113,7 @@ async def test_who_shares_the_machine_maps_and_others_fetch(tmp_path: Path, send
         torch.testing.assert_close(named[name], tensor, rtol=0, atol=0)
 
 
-async def test_what_one_fetches_is_there_for_all_of_its_machine(
-    tmp_path: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(receiver_module, "MAX_SILENCE_S", 60.0)
+async def test_what_one_fetches_is_there_for_all_of_its_machine(tmp_path: Path, sender: Sender) -> None:
     receivers = [receiver(tmp_path, name=str(number)) for number in range(4)]
     for version in (3, 4):
         handle = sender.published(version)
@@ -145,7 +141,10 @@ async def test_what_a_neighbour_cannot_fetch_another_does(tmp_path: Path, sender
     assert isinstance(one, MemoryError) and isinstance(other, dict) and len(left(tmp_path)) == 1
 
 
-async def test_nobody_waits_for_a_neighbour_who_gets_nothing(tmp_path: Path, sender: Sender) -> None:
+async def test_nobody_waits_for_a_neighbour_who_gets_nothing(
+    tmp_path: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_module, "MAX_SILENCE_S", 0.2)
     handle = sender.published(3)
     with receiver_module._turn(handle) as is_mine:
         assert is_mine and not sender.asked
@@ -166,7 +165,9 @@ async def test_a_container_on_the_same_machine_fetches_what_it_does_not_see(tmp_
         ("nobody listens", "Cannot connect"),
     ],
 )
-async def test_weights_out_of_reach(tmp_path: Path, sender: Sender, what: str, message: str) -> None:
+async def test_weights_out_of_reach(
+    tmp_path: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch, what: str, message: str
+) -> None:
     handle = sender.published(3)
     match what:
         case "a link of another run":
@@ -176,6 +177,7 @@ async def test_weights_out_of_reach(tmp_path: Path, sender: Sender, what: str, m
         case "a version that is gone":
             (sender.runtime_dir / "weights" / "3" / "model.safetensors").unlink()
         case "nobody listens":
+            monkeypatch.setattr(receiver_module, "MAX_SILENCE_S", 0.2)
             handle = replace(handle, url="http://127.0.0.1:9/weights/3/model.safetensors?token=hidden")
     with pytest.raises(WeightsOutOfReach, match=rf"policy_version 3 cannot be read from http://.*{message}") as raised:
         await asyncio.to_thread(receiver(tmp_path), handle)
@@ -197,11 +199,8 @@ async def test_a_part_that_breaks_off_is_asked_for_from_where_it_broke(tmp_path:
     assert {0, 100}.issubset(sender.asked)
 
 
-async def test_adapters_and_their_base_come_apart(
-    tmp_path: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_adapters_and_their_base_come_apart(tmp_path: Path, sender: Sender) -> None:
     """The base is fetched once per machine, and again only by a server that finds it nowhere."""
-    monkeypatch.setattr(receiver_module, "MAX_SILENCE_S", 60.0)
     publisher = WeightsPublisher(sender.runtime_dir / "weights")
     with publisher.open_base(layout(policy(0))) as opened:
         base = opened.write_whole(policy(0).items(), 0)

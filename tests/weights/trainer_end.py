@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from free_port import free_port
 
 from penstock.weights.collective import Group, GroupFailed, GroupTensors, Rendezvous
 
@@ -92,15 +93,6 @@ def main() -> None:
             print(json.dumps({"error": str(error)}), flush=True)
         else:
             print(json.dumps({"error": None}), flush=True)
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port for a server that starts later. It is below those that the system gives to outgoing connections, so that
-    no client of another test has it meanwhile."""
-    while True:
-        port = random.randrange(20_000, 32_768)
-        with suppress(OSError), socket.create_server((host, port)):
-            return port
 
 
 class TrainerProcess:

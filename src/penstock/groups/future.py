@@ -82,10 +82,9 @@ class CallFuture:
             self._time_out([], "earlier calls on the same workers, and calls that return its arguments", began)
         ends = [began + timeout] if timeout is not None else []
         ends += [sent.at + self._method.timeout] if self._method.timeout is not None else []
-        remaining = max(0.0, min(ends) - time.monotonic()) if ends else None
-        _, missing = wait(sent.handles.values(), remaining, return_when=FIRST_EXCEPTION)
+        _, missing = wait(sent.handles.values(), _until_first(ends), return_when=FIRST_EXCEPTION)
         if any(map(_blames_peer, sent.handles.values())):
-            _, missing = wait(sent.handles.values(), PEER_S)
+            _, missing = wait(sent.handles.values(), _until_first([*ends, time.monotonic() + PEER_S]))
         for handle in sorted(sent.handles.values(), key=_is_lost, reverse=True):
             if handle.cancelled():
                 raise CancelledError(f"{self._name} was cancelled")
@@ -144,6 +143,11 @@ class CallFuture:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a CallFuture cannot be pickled: pass it as an argument of its own, or pass its result()")
+
+
+def _until_first(times: Sequence[float]) -> float | None:
+    """Return the seconds until the first of some times; None if there is none."""
+    return max(0.0, min(times) - time.monotonic()) if times else None
 
 
 def _has_failed(handle: Handle) -> bool:

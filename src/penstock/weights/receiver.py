@@ -170,7 +170,10 @@ class Receiver:
                 self.transport = "shared_memory"
                 return
             with _turn(handle) as is_mine:
-                if (is_mine and not _link(path, folders)) or time.monotonic() > limit:
+                if is_mine and _link(path, folders):  # a neighbour has got it meanwhile
+                    self.transport = "shared_memory"
+                    return
+                if is_mine or time.monotonic() > limit:
                     self.transport = self._fetch(handle, path)
                     return
             if (size := _arriving(path.name, folders)) != arrived:

@@ -15,6 +15,7 @@ from penstock.envs.rewards.reward import RewardResult
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("sandboxed")]
 
+ENDLESS_S = 60
 DOUBLE = "Here you are:\n```python\nprint(2 * int(input()))\n```\nIt doubles."
 PAIRS = [{"input": "2\n", "output": "4"}, {"input": "5", "output": "10\n"}]
 
@@ -33,18 +34,22 @@ def test_the_last_block_is_the_program() -> None:
         ("def double(x): return x", "assert double(2) == 4", 0.0),
         ("import sys; sys.exit(0)", "assert double(2) == 4", 0.0),
         ("done = True\nthis is no program", "assert done", 0.0),
-        ("done = True\nwhile True: pass", "assert done", 0.0),
-        ("import time; time.sleep(60); done = True", "assert done", 0.0),
         ("done = len('x' * (1 << 30))", "assert done", 0.0),
         ("done = open('big', 'wb').write(bytes(64 << 20))", "assert done", 0.0),
         ("done = len('x' * (1 << 20)) + open('big', 'wb').write(bytes(1 << 20))", "assert done", 1.0),
     ],
 )
 def test_what_a_program_earns(answer: str, tests: Any, reward: float) -> None:
+    assert Code(memory_mb=256).score(answer, {"tests": tests}).reward == reward
+
+
+@pytest.mark.parametrize(
+    "answer", ["done = True\nwhile True: pass", f"import time; time.sleep({ENDLESS_S}); done = True"]
+)
+def test_a_program_without_an_end_earns_nothing(answer: str) -> None:
     started = time.monotonic()
-    result = Code(wall_s=2.0, cpu_s=1, memory_mb=256).score(answer, {"tests": tests})
-    assert result.reward == reward
-    assert time.monotonic() - started < 10
+    assert Code(wall_s=2.0, cpu_s=1).score(answer, {"tests": "assert done"}).reward == 0.0
+    assert time.monotonic() - started < ENDLESS_S
 
 
 def test_a_part_of_the_tests_may_count() -> None:
