@@ -130,18 +130,18 @@ async def test_a_pause_without_new_weights_changes_nothing(
 async def test_retracted_answers_are_computed_again_with_the_new_weights(
     session: aiohttp.ClientSession, runner: EngineRunner
 ) -> None:
-    running = asyncio.create_task(post(session, "/generate", body(40, return_logprob=True)))
+    running = asyncio.create_task(post(session, "/generate", body(80, return_logprob=True)))
     await until(lambda: runner.engine.num_generated_tokens > 5)
     await post(session, "/pause_generation", {"mode": "retract"})
     await runner.load_weights(weights(3), 7)
     await post(session, "/continue_generation")
     _, reply = await running
     old, new = reply["meta_info"]["weight_versions"]
-    assert (old["version"], new["version"], new["end"]) == ("0", "7", 40)
+    assert (old["version"], new["version"], new["end"]) == ("0", "7", 80)
     ids = reply["output_ids"]
     prompt = Letters().encode("HELLO") + ids[: new["start"]]
     params = SamplingParams(temperature=0.0, ignore_eos=True)
-    alone = make_request("a", prompt, max_new_tokens=40 - new["start"], params=params)
+    alone = make_request("a", prompt, max_new_tokens=80 - new["start"], params=params)
     assert ids[new["start"] :] == run(make_engine(3), alone)["a"][0].token_ids
 
 
