@@ -103,7 +103,7 @@ GENERATED_S = 60.0
 """How long the first token of new weights may take."""
 CLIENTS, STREAM_TOKENS, TOKENS_BETWEEN = 8, 400, 12
 ONE_GB = TinyModelConfig(hidden_size=1792, intermediate_size=4864, num_layers=7, num_heads=14, num_kv_heads=7)
-REQUESTS, TOKENS, UPDATES = 256, 96, 200
+REQUESTS, FEW_REQUESTS, TOKENS, UPDATES = 256, 32, 96, 200
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -379,7 +379,7 @@ async def between_machines(size: TinyModelConfig, rounds: int) -> dict[str, floa
 
 
 async def in_a_row(
-    url: str, tensors: Tensors, vocab_size: int, updates: int, transport: WeightsTransport
+    url: str, tensors: Tensors, vocab_size: int, updates: int, transport: WeightsTransport, *, num_requests: int
 ) -> dict[str, float]:
     lost = misversioned = num_tokens = num_answers = 0
     seen: set[int] = set()
@@ -409,7 +409,7 @@ async def in_a_row(
                         lost += 1
 
             async with asyncio.TaskGroup() as tasks:
-                for _ in range(REQUESTS):
+                for _ in range(num_requests):
                     tasks.create_task(play())
                 start = time.perf_counter()
                 for version in range(2, updates + 2):
@@ -469,10 +469,11 @@ def main() -> None:
     with TemporaryDirectory() as directory:
         tensors = write_model(Path(directory), tied=False)
         vocab_size = len(tensors["lm_head.weight"])
-        with server(Path(directory), REQUESTS) as url:
+        count, requests = (20, FEW_REQUESTS) if options.quick else (UPDATES, REQUESTS)
+        with server(Path(directory), requests) as url:
             for transport in TRANSPORTS:
-                count = 20 if options.quick else UPDATES
-                figures |= asyncio.run(in_a_row(url, tensors, vocab_size, count, transport))
+                row = in_a_row(url, tensors, vocab_size, count, transport, num_requests=requests)
+                figures |= asyncio.run(row)
     publish(BENCHMARK, figures, options.json)
 
 

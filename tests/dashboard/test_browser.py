@@ -17,7 +17,7 @@ from free_port import free_port
 from made_dashboard_runs import ROOT, WrittenRun, shown_runs
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, ConsoleMessage, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Route
 
 pytestmark = [pytest.mark.long, pytest.mark.integration]
 
@@ -149,6 +149,37 @@ def test_the_overview_answers_the_questions(open_page: Callable[..., Page], url:
     assert "equals admitted: nothing was lost" in text
     assert "The run finds N_min itself, from the learner's timings." in text
     assert "Ledger at step 40" in text and "was being played" in text and "is being played" not in text
+
+
+def test_a_page_is_shown_when_its_newest_numbers_are_there(open_page: Callable[..., Page], url: str) -> None:
+    """When the stream tells of the end of the run, a second request begins beside the first."""
+    page = open_page(url)
+    streams: list[Route] = []
+    requests: list[Route] = []
+    page.route("**/live", lambda route: streams.append(route))
+    page.route("**/series?*", lambda route: requests.append(route))
+
+    def await_requests(number: int) -> None:
+        limit = time.monotonic() + WITHIN_MS / 1000
+        while len(requests) < number or not streams:
+            assert time.monotonic() < limit, (requests, streams)
+            page.wait_for_timeout(20)
+
+    page.goto(f"{url}#/finished/overview")
+    await_requests(1)
+    first = len(requests)
+    streams[0].continue_()
+    await_requests(first + 1)
+    with page.expect_response("**/series?*"):
+        for each in requests[:first]:
+            each.continue_()
+    for _ in range(3):
+        page.evaluate("new Promise(requestAnimationFrame)")
+    assert page.locator(SHOWN).count() == 0
+    for each in requests[first:]:
+        each.continue_()
+    page.wait_for_selector(SHOWN)
+    assert "Yes: all numbers are within their usual limits." in page.inner_text("main")
 
 
 def test_alarms_of_long_ago_are_folded(open_page: Callable[..., Page], url: str) -> None:

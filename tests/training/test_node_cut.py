@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 pytest.importorskip("ray")
+
 from cable import Cable
 from free_port import free_port
 from test_deaths import trained_tasks

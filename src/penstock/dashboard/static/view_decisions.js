@@ -97,7 +97,7 @@ export async function show(root, { run, api, live, params, link }) {
   }
 
   const refresh = () => {
-    if (document.hidden || timer || scrollY > table.offsetTop + 400 || body.childElementCount > PAGE) return;
+    if (document.hidden || timer || !refreshed || scrollY > table.offsetTop + 400 || body.childElementCount > PAGE) return;
     timer = setTimeout(() => {
       timer = 0;
       if (!isOver) load();

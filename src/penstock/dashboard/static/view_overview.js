@@ -80,7 +80,7 @@ export async function show(root, { run, api, live, link }) {
     api.get(["runs", run, "prediction"]).catch(() => ({ prediction: null, measured: null })),
   ]);
   const chosen = Object.fromEntries(settings.settings.map((each) => [each.name, each.value]));
-  const state = { status: first, evaluations: evaluations.evaluations, names, chosen, forecast, data: null, lags: null, byTime: false, range: null, isEmpty: false, isOver: false, asked: 0, refreshed: 0, cost_ms: 0, timer: 0 };
+  const state = { status: first, evaluations: evaluations.evaluations, names, chosen, forecast, data: null, lags: null, byTime: false, range: null, isEmpty: false, isOver: false, asked: 0, newest: null, refreshed: 0, cost_ms: 0, timer: 0 };
   const [alerts, answers, curves, ledger, facts] = ["section", "cards", "section", "panel", "section"].map((name) => h("div", { class: name }));
   const predicted = h("section", { class: "panel section", "aria-label": "Prediction and reality", hidden: true });
   const charts = new Map();
@@ -169,9 +169,14 @@ export async function show(root, { run, api, live, link }) {
     redraw();
   }
 
-  async function refresh() {
+  function refresh() {
     clearTimeout(state.timer);
-    const mine = ++state.asked;
+    state.newest = read(++state.asked);
+    return state.newest;
+  }
+
+  /** Read and draw the curves. When another call has begun meanwhile, leave it to that one, and wait for it. */
+  async function read(mine) {
     const began = performance.now();
     const wanted = new Set(["rate:trainer_busy_s", "rate:generator_busy_s", "num_trainers", "num_servers"]);
     for (const { spec } of charts.values()) {
@@ -180,11 +185,13 @@ export async function show(root, { run, api, live, link }) {
     const [from, to] = state.range ?? [null, null];
     try {
       const data = await seriesOf(api, run, [...wanted].filter((name) => state.names.includes(name)), { x: "step", points: POINTS, from, to });
-      if (state.isOver || mine !== state.asked) return;
+      if (state.isOver) return;
+      if (mine !== state.asked) return state.newest;
       if (!OVER.has(state.status.status)) state.names = (await api.get(["runs", run, "names"]).catch(() => state)).names; // another lag
       state.lags = await lagsOf(api, run, state, data);
       if (state.forecast.prediction) state.forecast = await api.get(["runs", run, "prediction"]).catch(() => state.forecast);
-      if (state.isOver || mine !== state.asked) return;
+      if (state.isOver) return;
+      if (mine !== state.asked) return state.newest;
       state.data = derived(data, state);
       const isReading = data.indexed !== undefined && data.indexed !== null && data.indexed < 1;
       waiting.textContent = isReading ? `reading the files: ${percent(data.indexed)}` : "";
