@@ -88,7 +88,7 @@ def await_count(mark: str, least: int) -> None:
 
 
 def left_after(who: str, *, within_s: float = END_S) -> int:
-    """Kill the worker, its parent or both, and return how many processes of the box are left after so many seconds."""
+    """Kill the worker, its parent or both. Return how many processes of the box are left after `within_s` seconds."""
     mark = f"36{time.monotonic_ns()}"
     words = [sys.executable, str(Path(__file__).resolve()), "supervise", mark]
     with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as supervisor:

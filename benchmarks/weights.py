@@ -472,8 +472,8 @@ def main() -> None:
         count, requests = (20, FEW_REQUESTS) if options.quick else (UPDATES, REQUESTS)
         with server(Path(directory), requests) as url:
             for transport in TRANSPORTS:
-                row = in_a_row(url, tensors, vocab_size, count, transport, num_requests=requests)
-                figures |= asyncio.run(row)
+                updates = in_a_row(url, tensors, vocab_size, count, transport, num_requests=requests)
+                figures |= asyncio.run(updates)
     publish(BENCHMARK, figures, options.json)
 
 

@@ -1,4 +1,4 @@
-"""Ports for servers that start later."""
+"""A free port, for tests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import suppress
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port for a server that starts later. It is below those that the system gives to outgoing connections, so that
-    no client of another test has it meanwhile."""
+    """Return a port for a server that starts later. It is below those that the system gives to outgoing connections, so
+    no client of another test takes it meanwhile."""
     while True:
         port = random.randrange(20_000, 32_768)
         with suppress(OSError), socket.create_server((host, port)):

@@ -80,11 +80,16 @@ def test_several_share_a_slot() -> None:
 
 
 def test_what_no_node_can_ever_hold_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(placement, "nodes", lambda: asked.append(nodes()) or asked[-1])
+    looks = []
+
+    def counted() -> Any:
+        looks.append(nodes())
+        return looks[-1]
+
+    monkeypatch.setattr(placement, "nodes", counted)
     with pytest.raises(DoesNotFit, match=r"16 CPU on one node: fits on no node.*has 8 of 8 CPU"):
         place(config(train={"slots_per_node": 16}))
-    assert len(asked) == 1, "it waits for no room"
+    assert len(looks) == 1, "it waits for no room"
     until_free(16)
 
 

@@ -176,6 +176,7 @@ def test_a_page_is_shown_when_its_newest_numbers_are_there(open_page: Callable[.
     for _ in range(3):
         page.evaluate("new Promise(requestAnimationFrame)")
     assert page.locator(SHOWN).count() == 0
+    page.unroute("**/series?*")
     for each in requests[first:]:
         each.continue_()
     page.wait_for_selector(SHOWN)

@@ -196,7 +196,7 @@ class Injector:
 
     def _is_busy(self) -> bool:
         """Whether the victim still deals with the strike before, and may need this very process for that: it was asked
-        to end and does so, has not lost anything yet, or has written nothing yet for which there is no room."""
+        to end and does so, has not lost anything yet, or has not written to its full disk yet."""
         if not self._struck or self._victim == SUPERVISOR:
             return False
         if self._fault is Fault.LOST_MESSAGES:

@@ -96,6 +96,8 @@ async def test_so_is_a_real_one(stopped_process: str, monkeypatch: pytest.Monkey
             pass
         asking.cancel()
         await asyncio.wait([asking])
+        with pytest.raises(Stalled, match="train/1/0/0 of t waited 1 s for an answer"):
+            await ask(servers, open_episode(1, deadline_s=1.0))
     await servers.close()
     assert (held.resource, held.holder) == ("an answer", stopped_process)
     assert any("in send" in stack for stack in held.stacks)

@@ -35,7 +35,7 @@ def test_kill_9_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
     os.kill(state_of(run)["processes"]["rollout-0"]["pid"], signal.SIGSTOP)
     supervisor.kill()
     supervisor.wait()
-    until(lambda: not run.living() and not run.runtime_dir.exists())
+    until(lambda: not run.living() and not run.runtime_dir.exists(), seconds=5.0)
     until(lambda: state_of(run)["status"] == "failed")
     assert state_of(run)["error"] == "the supervisor was killed"
     until(lambda: (run.run_dir / "summary.json").exists())
@@ -62,7 +62,7 @@ def test_what_was_killed_can_be_resumed(tmp_path: Path) -> None:
 def test_a_resumed_run_waits_for_no_janitor(tmp_path: Path) -> None:
     supervisor, run = start(tmp_path, "controller=obedient", "env-0=stubborn")
     until(lambda: state_of(run)["status"] == "running")
-    os.kill(state_of(run)["processes"]["env-0"]["pid"], signal.SIGSTOP)  # who is stopped cannot end itself
+    os.kill(state_of(run)["processes"]["env-0"]["pid"], signal.SIGSTOP)  # a stopped process cannot end itself
     os.kill(janitor_of(supervisor), signal.SIGKILL)
     supervisor.kill()
     supervisor.wait()
@@ -79,7 +79,7 @@ def test_kill_9_while_starting_leaves_nothing(tmp_path: Path) -> None:
     until(run.living)
     supervisor.kill()
     supervisor.wait()
-    until(lambda: not run.living() and not run.runtime_dir.exists())
+    until(lambda: not run.living() and not run.runtime_dir.exists(), seconds=5.0)
 
 
 def test_without_a_janitor_the_children_end_themselves(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_without_a_janitor_the_children_end_themselves(tmp_path: Path) -> None:
     os.kill(janitor_of(supervisor), signal.SIGKILL)
     supervisor.kill()
     supervisor.wait()
-    until(lambda: not run.living())
+    until(lambda: not run.living(), seconds=5.0)
     shutil.rmtree(run.runtime_dir)
 
 

@@ -133,7 +133,7 @@ GATE = "gate"
 
 
 class Dying(Actor):
-    """Rank 1 dies at the gate, a named pipe, after it has sent some of its rows of the second version."""
+    """Rank 1 sends some of its rows of the second version, waits at the gate (a named pipe), and dies."""
 
     def __init__(self, rank: Rank, roles: Mapping[str, Any], **named: Any) -> None:
         super().__init__(rank, roles, **named)

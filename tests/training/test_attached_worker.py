@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_deaths import LIMIT_S
 from test_training_run import EXAMPLES, had_their_groups, leftovers, lines, only_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
-PATIENCE_S = 400.0
 SILENT_S = 15
 STEPS = 100
 
@@ -48,7 +48,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def until(run: subprocess.Popen[str], condition: Callable[[], object]) -> None:
-    give_up = time.monotonic() + PATIENCE_S
+    give_up = time.monotonic() + LIMIT_S
     while not condition():
         assert run.poll() is None and time.monotonic() < give_up, run.communicate(timeout=10)[0]
         time.sleep(0.1)
@@ -89,7 +89,7 @@ def test_workers_attach_leave_and_die(
     second.kill()
     until(run, lambda: len(events("left")) == 2)
     assert f"sent no message for {SILENT_S} s" in events("left")[1]["reason"]
-    run.communicate(timeout=PATIENCE_S)
+    run.communicate(timeout=LIMIT_S)
     assert run.returncode == 0
     output, _ = third.communicate(timeout=60)
     assert third.returncode == 0 and "needs no more episodes" in output, output

@@ -50,7 +50,7 @@ class Machine:
         self._process.communicate()
 
     def tell(self, handle: WeightsHandle, *, join_s: float = 20.0) -> None:
-        """`join_s`: how long it waits for the others of a broadcast."""
+        """`join_s`: how long the machine waits for the other machines of a broadcast."""
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(Told(handle=handle, join_s=join_s)) + b"\n")
         self._process.stdin.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -71,7 +71,7 @@ class Sender:
 
 @pytest.fixture(autouse=True)
 def several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even of little."""
+    """Send even small files in several parts."""
     monkeypatch.setattr(file_service, "PAUSE_S", 0.01)
     monkeypatch.setattr(file_service, "PART_BYTES", PART_BYTES)
 
@@ -123,6 +123,28 @@ async def test_what_one_fetches_is_there_for_all_of_its_machine(tmp_path: Path, 
             torch.testing.assert_close(named["head"], policy(version)["head"], rtol=0, atol=0)
         assert left(tmp_path) == [f"received/{n}/{version}-{handle.fingerprint}.safetensors" for n in range(4)]
         sender.asked.clear()
+
+
+async def test_a_file_that_a_neighbour_gets_just_before_comes_from_the_neighbour(
+    tmp_path: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = receiver(tmp_path, name="one"), receiver(tmp_path, name="other")
+    handle, turn, first = sender.published(3), receiver_module._turn, iter([True])
+    await asyncio.to_thread(one, handle)
+    await asyncio.to_thread(other, handle)
+    assert (one.transport, other.transport) == ("file", "shared_memory")
+    handle = sender.published(4)
+
+    @contextmanager
+    def turn_after_the_other(given: WeightsHandle) -> Iterator[bool]:
+        if next(first, False):
+            other(handle)
+        with turn(given) as is_mine:
+            yield is_mine
+
+    monkeypatch.setattr(receiver_module, "_turn", turn_after_the_other)
+    await asyncio.to_thread(one, handle)
+    assert (one.transport, other.transport) == ("shared_memory", "file")
 
 
 async def test_what_a_neighbour_cannot_fetch_another_does(tmp_path: Path, sender: Sender) -> None:

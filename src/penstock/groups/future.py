@@ -18,7 +18,7 @@ from penstock.groups.method import Masks, RemoteMethod
 logger = logging.getLogger(__name__)
 
 PEER_S = 5.0
-"""Limit for the end of a worker's process to be noticed after another rank has missed that worker."""
+"""How long a call waits for the end of a worker's process to be noticed, after another rank has blamed that worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class CallFuture:
         """Return the collected result. Wait at most `timeout` seconds, and no longer than the method's own deadline.
 
         Raises `RemoteError` or `WorkerLost` as soon as one rank fails, `CancelledError`, and the error of a refused
-        call. If a rank failed because of another rank, `WorkerLost` of that other rank is raised instead; it may come
-        some seconds later. Raises `CallTimedOut` when the time is up; `result` can be called again afterwards."""
+        call. If a rank fails because another rank ended, `result` raises `WorkerLost` of the rank that ended, at most
+        `PEER_S` seconds later. Raises `CallTimedOut` when the time is up; `result` can be called again afterwards."""
         self._is_claimed, began = True, time.monotonic()
         try:
             sent = self._sent.result(timeout)
@@ -97,7 +97,7 @@ class CallFuture:
         return self._collected
 
     def done(self) -> bool:
-        """Return whether the outcome is there: `result` would return at once, or raise."""
+        """Return whether all ranks have answered, or one has failed."""
         if not self._sent.done():
             return False
         if self._sent.cancelled() or self._sent.exception() is not None:
@@ -151,7 +151,7 @@ def _until_first(times: Sequence[float]) -> float | None:
 
 
 def _has_failed(handle: Handle) -> bool:
-    return handle.done() and (handle.cancelled() or handle.exception() is not None)
+    return handle.cancelled() or _error_of(handle) is not None
 
 
 def _error_of(handle: Handle) -> BaseException | None:

@@ -51,6 +51,7 @@ class RankLost(RuntimeError):
 
     self_explanatory = True
     blames_peer = True
+    """If the other rank has ended, a call on the group raises how it ended instead of this error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

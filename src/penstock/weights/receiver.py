@@ -161,19 +161,16 @@ class Receiver:
         The receiver gets it if it holds the lock, or if the neighbour that holds the lock makes no progress for
         `MAX_SILENCE_S` seconds.
         """
+        if path.exists():  # from an earlier call
+            return
         arrived, limit = -1, time.monotonic() + MAX_SILENCE_S
         while True:
             folders = list(self._neighbours())
-            if path.exists():  # from an earlier call
-                return
             if _link(path, folders):
                 self.transport = "shared_memory"
                 return
             with _turn(handle) as is_mine:
-                if is_mine and _link(path, folders):  # a neighbour has got it meanwhile
-                    self.transport = "shared_memory"
-                    return
-                if is_mine or time.monotonic() > limit:
+                if (is_mine and not _link(path, folders)) or time.monotonic() > limit:
                     self.transport = self._fetch(handle, path)
                     return
             if (size := _arriving(path.name, folders)) != arrived:

@@ -15,7 +15,6 @@ from penstock.envs.rewards.reward import RewardResult
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("sandboxed")]
 
-ENDLESS_S = 60
 DOUBLE = "Here you are:\n```python\nprint(2 * int(input()))\n```\nIt doubles."
 PAIRS = [{"input": "2\n", "output": "4"}, {"input": "5", "output": "10\n"}]
 
@@ -43,13 +42,11 @@ def test_what_a_program_earns(answer: str, tests: Any, reward: float) -> None:
     assert Code(memory_mb=256).score(answer, {"tests": tests}).reward == reward
 
 
-@pytest.mark.parametrize(
-    "answer", ["done = True\nwhile True: pass", f"import time; time.sleep({ENDLESS_S}); done = True"]
-)
+@pytest.mark.parametrize("answer", ["done = True\nwhile True: pass", "import time; time.sleep(60); done = True"])
 def test_a_program_without_an_end_earns_nothing(answer: str) -> None:
     started = time.monotonic()
     assert Code(wall_s=2.0, cpu_s=1).score(answer, {"tests": "assert done"}).reward == 0.0
-    assert time.monotonic() - started < ENDLESS_S
+    assert time.monotonic() - started < 10
 
 
 def test_a_part_of_the_tests_may_count() -> None:

@@ -19,7 +19,7 @@ from penstock.envs.rewards.reward import RewardResult, locate_reward, make_rewar
 from penstock.envs.rewards.scorer import RewardFailure, Scorer, Scorers
 from penstock.simulator.clock import run_virtual
 
-PATIENCE_S = 60.0
+LIMIT_S = 60.0
 
 BORN = time.monotonic()
 """Tells one process from another, whatever its process id in a sandbox is."""
@@ -83,7 +83,7 @@ async def score(scorer: Scorer, answer: str) -> float:
 @pytest.mark.integration
 @pytest.mark.usefixtures("sandboxed")
 async def test_a_reward_worker_that_fails_is_replaced() -> None:
-    async with scorer_of("Letters", reward_timeout_s=PATIENCE_S, reward_options={"letter": "b"}) as scorer:
+    async with scorer_of("Letters", reward_timeout_s=LIMIT_S, reward_options={"letter": "b"}) as scorer:
         assert await score(scorer, "abba") == 2.0
         assert await score(scorer, "numpy") == 0.5
         assert await score(scorer, "parts") == 1.0
@@ -95,7 +95,7 @@ async def test_a_reward_worker_that_fails_is_replaced() -> None:
             "raises": "KeyError: 'x' (test_scorer.py:",
             "nan": "the reward is nan, not a finite number",
         }.items():
-            scorer._timeout_s = 1.0 if answer == "hangs" else PATIENCE_S
+            scorer._timeout_s = 1.0 if answer == "hangs" else LIMIT_S
             with pytest.raises(RewardFailure) as failure:
                 await score(scorer, answer)
             assert reason in str(failure.value)
@@ -169,7 +169,7 @@ async def test_a_power_tower_is_worth_nothing() -> None:
         scorer = scorers.of(config.env, {})
         assert scorer is not None
         assert await scorer.score("$9^{9^{9^{9}}}$", {"answer": "3"}, waiter="t") == 0.0
-        scorer._timeout_s = PATIENCE_S
+        scorer._timeout_s = LIMIT_S
         assert await scorer.score("\\boxed{3}", {"answer": "3"}, waiter="t") == 1.0
 
 

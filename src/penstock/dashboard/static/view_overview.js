@@ -175,7 +175,7 @@ export async function show(root, { run, api, live, link }) {
     return state.newest;
   }
 
-  /** Read and draw the curves. When another call has begun meanwhile, leave it to that one, and wait for it. */
+  /** Read and draw the curves. If a newer call has begun meanwhile, draw nothing and wait for the newer call. */
   async function read(mine) {
     const began = performance.now();
     const wanted = new Set(["rate:trainer_busy_s", "rate:generator_busy_s", "num_trainers", "num_servers"]);
