@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import secrets
+import socket
 import subprocess
+import sys
 
 
 class Cable:
-    """One for each process of the tests, one after the other."""
+    """Its names and addresses are drawn by chance, because a killed test session may have left its own cables."""
 
     def __init__(self) -> None:
-        pid = os.getpid()
-        self.network = f"far{pid}"
+        mark, block = secrets.token_hex(4), secrets.randbelow(1 << 14)
+        self.network = f"far{mark}"
         """Name of the namespace at its far end."""
-        self.near, self.far = (f"10.77.{pid % 250}.{number}" for number in (1, 2))
-        self._near_end, self._far_end = f"n{pid}", f"f{pid}"
+        self.near, self.far = (f"10.77.{block // 64}.{block % 64 * 4 + number}" for number in (1, 2))
+        self._near_end, self._far_end = f"n{mark}", f"f{mark}"
 
     def make_network(self) -> None:
         _ip("netns", "add", self.network)
@@ -29,6 +31,7 @@ class Cable:
         for device in ("lo", self._far_end):
             _ip("-n", self.network, "link", "set", device, "up")
         self.mend()
+        self._try()
 
     def cut(self) -> None:
         """Nothing gets through, and no connection ends."""
@@ -40,6 +43,16 @@ class Cable:
     def remove(self) -> None:
         _ip("link", "del", self._near_end)
         _ip("netns", "del", self.network)
+
+    def _try(self) -> None:
+        """Connect from its far end to its near one."""
+        with socket.create_server((self.near, 0)) as server:
+            connect = f"import socket; socket.create_connection({server.getsockname()}, timeout=20)"
+            there = ["ip", "netns", "exec", self.network, sys.executable, "-c", connect]
+            tried = subprocess.run(there, check=False, capture_output=True, text=True)
+        if tried.returncode:
+            here = subprocess.run(["ip", "addr"], check=True, capture_output=True, text=True).stdout
+            raise ConnectionError(f"{self.near} cannot be reached from {self.far}: {tried.stderr}\n{here}")
 
 
 def _ip(*words: str) -> None:

@@ -71,7 +71,12 @@ class Nodes:
 
     def _start(self, *options: str, before: Sequence[str] = ()) -> None:
         words = [*before, sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=2", *options]
-        started = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60)
+        try:
+            started = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60)
+        except subprocess.TimeoutExpired as error:
+            logs = Path(self._directory).glob("session_latest/logs/gcs_server*")
+            said = "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in logs)
+            raise AssertionError(f"{error}\n{said}") from error
         assert started.returncode == 0, started.stdout + started.stderr
 
     def kill(self) -> None:
