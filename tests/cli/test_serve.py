@@ -103,10 +103,10 @@ async def test_whoever_waits_when_it_is_ended_is_told_so(model: Path, tmp_path: 
             while '"num_waiting":4' not in (await (await session.get("/server_info")).text()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             process.send_signal(signal.SIGTERM)
-            answers = await asyncio.wait_for(asyncio.gather(*posts), 20)
+            answers = await asyncio.wait_for(asyncio.gather(*posts), 120)
             assert [status for status, _ in answers] == [503, 503, 200, 200]
             assert all(f'"message":"{message}"' in text for _, text in answers)
-            await asyncio.wait_for(draining, 20)
+            await asyncio.wait_for(draining, 120)
             assert await asyncio.to_thread(process.wait, 120) == 0
     assert "Traceback" not in (tmp_path / "log").read_text()
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "security"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "weights"))
 
 from letters import Letters
-from tiny_policy import make_engine, serve
+from tiny_policy import Held, make_engine, serve
 
 from penstock.compat.dialects import dialects
 from penstock.compat.openai import OpenAI
@@ -33,6 +33,14 @@ async def runner() -> AsyncIterator[EngineRunner]:
     runner.start()
     yield runner
     await runner.stop()
+
+
+@pytest.fixture
+def held(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> Held:
+    """The engine's steps, until it is let go."""
+    held = Held(runner.engine)
+    monkeypatch.setattr(runner.engine, "step", held)
+    return held
 
 
 @pytest.fixture

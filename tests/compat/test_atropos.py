@@ -101,7 +101,7 @@ def group(score: float = 1.0, **changes: Any) -> dict[str, Any]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """It comes to pass while requests travel."""
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60.0):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -208,7 +208,7 @@ async def test_a_push_is_answered_when_a_lease_has_taken_it(api: Api) -> None:
     await until(lambda: api.exchange.num_offers == 2)
     assert (await api.ask("GET", "/status"))[1]["queue_size"] == 2 and not any(task.done() for task in pushing)
     await api.lease()
-    done, _ = await asyncio.wait(pushing, return_when=asyncio.FIRST_COMPLETED, timeout=5.0)
+    done, _ = await asyncio.wait(pushing, return_when=asyncio.FIRST_COMPLETED, timeout=60.0)
     assert [task.result() for task in done] == [(200, {"status": "received"})]
     assert len(api.rewards) == 2 and api.exchange.num_offers == 1
     await api.lease()

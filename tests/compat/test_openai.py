@@ -9,7 +9,7 @@ import aiohttp
 import openai
 import pytest
 from letters import Letters
-from tiny_policy import make_engine, make_request, run, serve, until
+from tiny_policy import Held, make_engine, make_request, run, serve, until
 
 from penstock.compat.openai import OpenAI
 from penstock.rollout.app import ApiKeys
@@ -169,7 +169,9 @@ async def test_streamed_completions_of_several_prompts_keep_their_index(client: 
     assert texts == {0: Letters().decode(greedy("HELLO", 5)), 1: Letters().decode(greedy("BYE", 5))}
 
 
-async def test_leaving_a_stream_ends_the_generation(client: openai.AsyncOpenAI, runner: EngineRunner) -> None:
+async def test_leaving_a_stream_ends_the_generation(
+    client: openai.AsyncOpenAI, runner: EngineRunner, held: Held
+) -> None:
     stream = await client.completions.create(model="tiny", prompt="A", max_tokens=90, stream=True, extra_body=EXACT)
     async for _ in stream:
         break
@@ -351,12 +353,15 @@ async def test_a_stream_ends_with_the_versions_and_shows_the_likeliest_tokens(cl
     assert tops == [2] * 4
 
 
-async def test_a_client_that_leaves_ends_all_its_prompts(url: str, runner: EngineRunner) -> None:
+async def test_a_client_that_leaves_ends_all_its_prompts(url: str, runner: EngineRunner, held: Held) -> None:
     async def ask() -> None:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
             await client.completions.create(model="tiny", prompt=["A", "B"], max_tokens=90, extra_body=EXACT)
 
+    await runner.pause("in_place")
     asking = asyncio.create_task(ask())
+    await until(lambda: runner.engine.num_waiting == 2)
+    await runner.continue_generation()
     await until(lambda: runner.engine.num_active == 2)
     asking.cancel()
     await until(lambda: not runner.engine.has_work)

@@ -86,8 +86,8 @@ async def until_both_serve(url: str) -> None:
 async def test_versions_pass_the_router_and_a_killed_server_is_routed_around(fleet: Fleet) -> None:
     body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}}
     async with (
-        aiohttp.ClientSession(fleet.url, timeout=aiohttp.ClientTimeout(total=30)) as session,
-        openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="any", timeout=30, max_retries=0) as client,
+        aiohttp.ClientSession(fleet.url, timeout=aiohttp.ClientTimeout(total=120)) as session,
+        openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="any", timeout=120, max_retries=0) as client,
     ):
 
         async def generate() -> list[int]:

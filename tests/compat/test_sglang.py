@@ -14,7 +14,7 @@ import sglang
 from letters import Letters
 from published import publish
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
-from tiny_policy import make_engine, make_request, reference_model, run, until, weights
+from tiny_policy import Held, make_engine, make_request, reference_model, run, until, weights
 
 from penstock.rollout.request import SamplingParams
 from penstock.rollout.runner import EngineRunner
@@ -25,7 +25,7 @@ from penstock.types import UpdateMode
 
 @pytest.fixture
 async def session(url: str) -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as session:
+    async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=120)) as session:
         yield session
 
 
@@ -96,27 +96,28 @@ async def post(session: aiohttp.ClientSession, path: str, given: object = None) 
 
 
 async def test_an_abort_pause_ends_what_runs_and_holds_what_comes(
-    session: aiohttp.ClientSession, runner: EngineRunner
+    session: aiohttp.ClientSession, runner: EngineRunner, held: Held
 ) -> None:
     running = asyncio.create_task(post(session, "/generate", body(80)))
     await until(lambda: runner.engine.num_active)
     assert (await post(session, "/pause_generation"))[1]["status"] == "ok"
     assert (await running)[1]["meta_info"]["finish_reason"]["type"] == "abort"
-    held = asyncio.create_task(post(session, "/generate", body(4)))
+    held.let_go.set()
+    waiting = asyncio.create_task(post(session, "/generate", body(4)))
     await until(lambda: runner.engine.num_waiting)
     async with session.get("/health_generate") as probe:
         assert probe.status == 200
     assert (await post(session, "/pause_generation"))[1]["status"] == "ok"
-    assert (await held)[1]["output_ids"] == []
-    held = asyncio.create_task(post(session, "/generate", body(4)))
+    assert (await waiting)[1]["output_ids"] == []
+    waiting = asyncio.create_task(post(session, "/generate", body(4)))
     await until(lambda: runner.engine.num_waiting)
     await post(session, "/continue_generation")
-    assert (await held)[1]["text"] == greedy("HELLO", 4)
+    assert (await waiting)[1]["text"] == greedy("HELLO", 4)
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_a_pause_without_new_weights_changes_nothing(
-    session: aiohttp.ClientSession, runner: EngineRunner, mode: str
+    session: aiohttp.ClientSession, runner: EngineRunner, held: Held, mode: str
 ) -> None:
     running = asyncio.create_task(post(session, "/generate", body(60, return_logprob=True)))
     await until(lambda: runner.engine.num_generated_tokens > 5)
@@ -124,17 +125,19 @@ async def test_a_pause_without_new_weights_changes_nothing(
     paused_at = runner.engine.num_generated_tokens
     assert 5 < paused_at < 60 and runner.engine.num_active == (mode == "in_place")
     await post(session, "/continue_generation")
+    held.let_go.set()
     assert (await running)[1]["text"] == greedy("HELLO", 60)
 
 
 async def test_retracted_answers_are_computed_again_with_the_new_weights(
-    session: aiohttp.ClientSession, runner: EngineRunner
+    session: aiohttp.ClientSession, runner: EngineRunner, held: Held
 ) -> None:
     running = asyncio.create_task(post(session, "/generate", body(80, return_logprob=True)))
     await until(lambda: runner.engine.num_generated_tokens > 5)
     await post(session, "/pause_generation", {"mode": "retract"})
     await runner.load_weights(weights(3), 7)
     await post(session, "/continue_generation")
+    held.let_go.set()
     _, reply = await running
     old, new = reply["meta_info"]["weight_versions"]
     assert (old["version"], new["version"], new["end"]) == ("0", "7", 80)
@@ -146,7 +149,7 @@ async def test_retracted_answers_are_computed_again_with_the_new_weights(
 
 
 async def test_a_flush_waits_and_refuses_while_anything_runs(
-    session: aiohttp.ClientSession, runner: EngineRunner
+    session: aiohttp.ClientSession, runner: EngineRunner, held: Held
 ) -> None:
     running = asyncio.create_task(post(session, "/generate", body(60)))
     await until(lambda: runner.engine.num_active)
@@ -154,7 +157,8 @@ async def test_a_flush_waits_and_refuses_while_anything_runs(
     async with session.post("/flush_cache") as response:
         assert (response.status, "1 samples run" in await response.text()) == (400, True)
     await post(session, "/continue_generation")
-    async with session.get("/flush_cache?timeout=10") as response:
+    held.let_go.set()
+    async with session.get("/flush_cache?timeout=60") as response:
         assert (response.status, await response.text()) == (200, "Cache flushed.\n")
     await running
     async with session.get("/flush_cache?timeout=soon") as response:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "weights"))
 
 from sglang_sender import Sender
 from sglang_sender import numbers as sent_numbers
-from tiny_policy import reference_model, until, weights
+from tiny_policy import Held, reference_model, until, weights
 from trainer_end import TrainerProcess, numbers
 
 from penstock.rollout.runner import EngineRunner
@@ -213,15 +213,17 @@ async def test_a_group_that_cannot_be_is_refused(session: aiohttp.ClientSession)
 
 
 async def test_a_label_moves_forward_only_and_ends_what_runs_unless_told_not_to(
-    session: aiohttp.ClientSession, runner: EngineRunner
+    session: aiohttp.ClientSession, runner: EngineRunner, held: Held
 ) -> None:
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 80, "temperature": 0, "ignore_eos": True}}
     running = asyncio.create_task(post(session, "/generate", body))
     await until(lambda: runner.engine.num_generated_tokens > 2)
     status, reply = await post(session, "/update_weight_version", {"new_version": "4", "abort_all_requests": False})
     assert (status, reply["success"], reply["new_version"]) == (200, True, "4")
+    held.let_go.set()
     _, answered = await running
     assert [span["version"] for span in answered["meta_info"]["weight_versions"]] == ["0", "4"]
+    held.let_go.clear()
     running = asyncio.create_task(post(session, "/generate", body))
     await until(lambda: runner.engine.num_active)
     assert (await post(session, "/update_weight_version", {"new_version": 5}))[0] == 200
@@ -231,6 +233,7 @@ async def test_a_label_moves_forward_only_and_ends_what_runs_unless_told_not_to(
     for label, message in [("3", "older than 5"), ("new", "whole number"), (2**31, "at most 2147483647")]:
         status, reply = await post(session, "/update_weight_version", {"new_version": label})
         assert (status, message in reply["message"]) == (400, True)
+    held.let_go.set()
     assert (await running)[1]["meta_info"]["finish_reason"]["type"] == "length", "a refused label ends nothing"
     assert runner.policy_version == 5
 

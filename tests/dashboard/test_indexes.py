@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -256,16 +257,14 @@ def test_pages_of_decisions_cross_blocks(tmp_path: Path, monkeypatch: pytest.Mon
 
 @given(st.lists(st.binary(max_size=30).map(lambda line: line.replace(b"\n", b" ")), max_size=40), st.integers(1, 64))
 def test_a_file_read_backwards_has_the_same_lines(lines: list[bytes], piece: int) -> None:
-    path = Path(f"/dev/shm/penstock-test-{os.getpid()}")
-    try:
+    with TemporaryDirectory() as directory:
+        path = Path(directory, "lines")
         path.write_bytes(b"".join(line + b"\n" for line in lines))
         file = GrowingFile(path)
         pieces = list(file.backwards(file.size, piece=piece))
         assert b"".join(data for _, data in reversed(pieces)) == path.read_bytes()
         assert all(path.read_bytes()[begin : begin + len(data)] == data for begin, data in pieces)
         assert all(begin == 0 or path.read_bytes()[begin - 1 : begin] == b"\n" for begin, _ in pieces)
-    finally:
-        path.unlink()
 
 
 def test_a_line_without_an_end_is_one_damaged_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

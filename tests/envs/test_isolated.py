@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from typing import Any
 
@@ -79,7 +80,7 @@ async def play(chat: ChatTokenizer, kind: type, mischief: str = "none", *, size:
     """Every member says ok, but for the second one, which says no."""
     env = {"options": {"mischief": mischief} if kind is Heavy else {}, "max_turns": 2, "turn_timeout_s": 3.0}
     config = Config.model_validate({"env": env})
-    job = work(size, deadline_s=20.0)
+    job = work(size, deadline_s=120.0)
 
     def answer(prompt: list[int], seed: int) -> list[int]:
         word = "no" if seed == job.leases[1].sampling_seed else "ok"
@@ -99,7 +100,7 @@ async def test_they_share_processes_that_are_not_ours(chat: ChatTokenizer) -> No
     trajectories = await play(chat, Heavy)
     assert [(t.status, t.reward) for t in trajectories] == [("completed", 1.0)] * 4
     pids = {chat.decode(t.turns[0].observation_ids) for t in trajectories}
-    assert len(pids) <= Heavy.max_concurrent and not any(str(os.getpid()) in pid for pid in pids)
+    assert len(pids) <= Heavy.max_concurrent and not any(re.search(rf"\bpid {os.getpid()}\b", pid) for pid in pids)
 
 
 @pytest.mark.parametrize(

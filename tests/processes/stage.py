@@ -95,7 +95,7 @@ def job(
         max_tokens=grant,
         sampling=Sampling(max_new_tokens=max_new_tokens),
         env_seed=1,
-        deadline_s=10.0,
+        deadline_s=60.0,
         saved=saved,
     )
     return NewTask(work=work)
@@ -133,7 +133,7 @@ class Stage:
         self.workers[name] = worker
         self.peers[name] = peer, self.tasks.create_task(peer.run())
         hello = Hello(role="env", name=name, nonce="", pid=0)
-        await worker.welcomed(peer, await peer.join(hello, timeout_s=10))
+        await worker.welcomed(peer, await peer.join(hello, timeout_s=60))
 
     def kill(self, name: str) -> None:
         """A worker ends in the middle of whatever it does."""
@@ -143,10 +143,10 @@ class Stage:
         peer.close()
 
     async def start(self, name: str, job: NewTask) -> None:
-        await self.bus.request(name, job, timeout_s=10)
+        await self.bus.request(name, job, timeout_s=60)
 
     async def tell(self, name: str, message: AnyMessage) -> None:
-        await self.bus.request(name, message, timeout_s=10)
+        await self.bus.request(name, message, timeout_s=60)
 
     async def grant(self, name: str, request: GrantRequest, max_tokens: int) -> None:
         """Grant what was asked for."""
@@ -167,7 +167,7 @@ async def working(
     policy = ScriptedPolicy(answer if callable(answer) else lambda _, __: [*chat.encode(answer), chat.eos_ids[0]])
     controller = Controller()
     bus = Bus(str(directory), controller.handle, nonce="")
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
         stage = Stage(
             directory=directory,
             controller=controller,

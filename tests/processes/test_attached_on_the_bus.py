@@ -77,17 +77,17 @@ async def attached(run_dir: Path, config: Config, *, far: bool = False) -> Async
     if far:
         stage.controller._roles[ENV] = "env"
     peer = Peer(str(run_dir), ENV, stage.hear)
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(each) for each in (stage.controller.bus.run(), peer.run())]
         running.append(tasks.create_task(stage.controller.watch_registry()))
         hello = Hello(role="env", name=ENV, nonce=child.secret("greeting"), pid=7, attached=not far)
-        joining = asyncio.create_task(peer.join(hello, timeout_s=10))
+        joining = asyncio.create_task(peer.join(hello, timeout_s=60))
         while stage.controller._num_messages == 0:  # noqa: ASYNC110 - it is a real bus
             await asyncio.sleep(0.001)
         assert not joining.done() and stage.events("attached") == []
         stage.begin()
         assert (await joining).server_urls == [URL]
-        await peer.request(CONTROLLER, TaskRequest(capacity=16), timeout_s=10)
+        await peer.request(CONTROLLER, TaskRequest(capacity=16), timeout_s=60)
         yield stage, peer
         for task in running:
             task.cancel()
@@ -106,8 +106,8 @@ async def test_who_says_goodbye_is_lost_at_once_and_not_heard_any_more(tmp_path:
     async with attached(tmp_path, default_config(["env.workers=0"])) as (stage, peer):
         for _ in range(2):
             beat = Heartbeat(progress=1, cpu_s=0.0)
-            assert isinstance(await peer.request(CONTROLLER, Goodbye(), timeout_s=10), Ack)
-            assert isinstance(await peer.request(CONTROLLER, beat, timeout_s=10), Ack)
+            assert isinstance(await peer.request(CONTROLLER, Goodbye(), timeout_s=60), Ack)
+            assert isinstance(await peer.request(CONTROLLER, beat, timeout_s=60), Ack)
         assert stage.scheduler.lost == [ENV] and stage.events("left") == [ENV]
         assert len(stage.events("no_workers")) == 2, "before it came and after it left"
         assert stage.heard.empty()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import aiohttp
 import pytest
-from tiny_policy import serve, until
+from tiny_policy import Held, serve, until
 
 from penstock.processes.foreign_server import Place, auth_proxy
 from penstock.rollout.app import ApiKeys
@@ -92,8 +91,7 @@ async def test_what_the_engine_answers_comes_back_as_it_is(url: str) -> None:
 async def test_who_leaves_ends_what_it_asked_for(
     url: str, runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = runner.engine.step
-    monkeypatch.setattr(runner.engine, "step", lambda: (time.sleep(0.05), step())[1])
+    monkeypatch.setattr(runner.engine, "step", Held(runner.engine))
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 90, "temperature": 0.0}}
     async with aiohttp.ClientSession(headers={"Authorization": "Bearer play"}) as session:
         asked = asyncio.create_task(session.post(f"{url}/generate", json=body))

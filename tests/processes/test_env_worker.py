@@ -38,7 +38,7 @@ class OneByOne(Quick):
 
 async def until(condition: Callable[[], bool]) -> None:
     """It comes to pass while members play."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 

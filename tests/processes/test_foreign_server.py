@@ -100,7 +100,7 @@ async def test_a_run_with_other_servers_goes_on_without_the_one_that_was_taken(
         await other.take()
         monkeypatch.setattr(foreign_server, "LEASE_S", 0.01)
         monkeypatch.setattr(foreign_server.Paced, "info", lambda log, line: refused.set())
-        async with asyncio.timeout(20), shared.renewed():
+        async with asyncio.timeout(60), shared.renewed():
             await refused.wait()
         with pytest.raises(RolloutError, match="run other already uses this server"):
             await shared.take()

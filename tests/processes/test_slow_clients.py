@@ -65,7 +65,7 @@ async def rest(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> by
     """What still comes before the server hangs up, though more is sent all the time."""
     dripping, received = asyncio.create_task(drip(writer)), b""
     with suppress(ConnectionError):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while data := await reader.read(2**16):
                 received += data
     dripping.cancel()
@@ -102,7 +102,7 @@ async def test_the_body_of_a_refused_request_must_come_in_time_too(
 
 def post_with_standard_library(port: int, length: int) -> tuple[int, str]:
     """Post a body in one piece, with a client that reads nothing before it has sent all; then a second request."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
     with closing(connection):
         connection.request("POST", "/echo", body=bytes(length))
         status = connection.getresponse().status
@@ -133,7 +133,7 @@ async def test_an_answer_must_be_fetched(monkeypatch: pytest.MonkeyPatch) -> Non
         async with listening(app, listener), client(listener.getsockname()[1]) as (_, writer):
             writer.transport.pause_reading()  # type: ignore[attr-defined]
             writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await ended.wait()
 
 

@@ -42,7 +42,7 @@ async def test_those_of_every_process_and_of_the_controller(run_dir: Path) -> No
     receiving = asyncio.create_task(controller.bus.run())
     async with membership(child(run_dir, "trainer-0"), Config(), role="trainer", member=Member()):
         await wait_in_vain()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not stalls(run_dir):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
     with reporting_to(controller.record_stall):

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import torch
-from tiny_policy import make_engine, serve
+from tiny_policy import Held, make_engine, serve
 
 from penstock.rollout.runner import EngineRunner
 from penstock.rollout.slot_engine import SlotEngine
@@ -21,6 +21,14 @@ def _one_thread() -> None:
 def engine() -> SlotEngine:
     """Four slots, weights of seed 0 served as policy_version 0."""
     return make_engine()
+
+
+@pytest.fixture
+def held(engine: SlotEngine, monkeypatch: pytest.MonkeyPatch) -> Held:
+    """The engine's steps, until it is let go."""
+    held = Held(engine)
+    monkeypatch.setattr(engine, "step", held)
+    return held
 
 
 @pytest.fixture

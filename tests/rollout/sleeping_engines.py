@@ -368,7 +368,7 @@ async def ask(target: ServerClient | Servers, episode: int = 0, max_tokens: int 
 
 
 async def answered(engine: SleepingEngine, call: asyncio.Task[Segment]) -> Segment:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not call.done():
             engine.step()
             await asyncio.sleep(0)

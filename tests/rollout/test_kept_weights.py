@@ -77,7 +77,7 @@ def vllm() -> Iterator[Vllm]:
 
 @asynccontextmanager
 async def servers_at(url: str, engine: Engine, *, keeps_weights: bool = True) -> AsyncIterator[Servers]:
-    servers = Servers([url], engine=engine, keeps_weights=keeps_weights, timeout_s=20)
+    servers = Servers([url], engine=engine, keeps_weights=keeps_weights, timeout_s=60)
     try:
         yield servers
     finally:

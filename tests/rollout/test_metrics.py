@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
-from tiny_policy import serve, until
+from tiny_policy import Held, serve, until
 
 from penstock.rollout.runner import EngineRunner
 
@@ -57,7 +57,7 @@ async def test_reused_prompt_tokens_are_counted_apart(url: str) -> None:
     assert found["penstock_cached_tokens",] == 32
 
 
-async def test_what_is_going_on_is_shown(url: str, runner: EngineRunner) -> None:
+async def test_what_is_going_on_is_shown(url: str, runner: EngineRunner, held: Held) -> None:
     body = {"input_ids": [5], "sampling_params": {"n": 6, "max_new_tokens": 90, "ignore_eos": True}}
     async with aiohttp.ClientSession(url) as session:
         generation = asyncio.create_task(generate(session, body))

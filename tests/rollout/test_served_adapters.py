@@ -241,7 +241,7 @@ async def server(request: pytest.FixtureRequest, stand_in: StandIn) -> AsyncIter
 
 @pytest.fixture
 async def session() -> AsyncIterator[HttpSession]:
-    session = HttpSession(timeout_s=20.0)
+    session = HttpSession(timeout_s=60.0)
     yield session
     await session.close()
 
@@ -280,7 +280,7 @@ async def generate(client: ServerClient) -> Segment:
 
 
 async def until_runs(stand_in: StandIn, number: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(stand_in.running) < number:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
@@ -352,7 +352,7 @@ async def test_a_server_that_was_restarted_gets_the_adapters_again(
     server: tuple[Engine, str], stand_in: StandIn, trainer: Trainer
 ) -> None:
     engine, url = server
-    servers = Servers([url], engine=engine, serves_adapters=True, timeout_s=20)
+    servers = Servers([url], engine=engine, serves_adapters=True, timeout_s=60)
     await servers.update_weights(trainer.publish(3))
     stand_in.adapters.clear()
     stand_in.label = "default"

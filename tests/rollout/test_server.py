@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
 import pytest
 from tiny_policy import (
+    Held,
     generate_greedily,
     make_engine,
     make_handle,
@@ -28,7 +27,6 @@ from tiny_policy import (
 from penstock.rollout.app import ApiKeys
 from penstock.rollout.generator import Conflict
 from penstock.rollout.runner import EngineRunner
-from penstock.rollout.slot_engine import Finished, SlotEngine
 from penstock.rollout.update import WeightsUpdate
 from penstock.types import NO_VERSION
 from penstock.weights.shared_memory import fingerprint
@@ -65,7 +63,7 @@ class Http:
 
 @pytest.fixture
 async def http(url: str) -> AsyncIterator[Http]:
-    async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as session:
+    async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=120)) as session:
         yield Http(session)
 
 
@@ -204,7 +202,7 @@ async def test_prompts_are_scored_with_nothing_generated(spoken: Http) -> None:
     assert len(later["output_ids"]) == 4
 
 
-async def test_versions_are_in_a_header_too(spoken: Http, runner: EngineRunner) -> None:
+async def test_versions_are_in_a_header_too(spoken: Http, runner: EngineRunner, held: Held) -> None:
     async def header(body: dict[str, Any]) -> str | None:
         async with spoken.session.post("/generate", json=body) as response:
             return response.headers.get("X-Policy-Version")
@@ -214,6 +212,7 @@ async def test_versions_are_in_a_header_too(spoken: Http, runner: EngineRunner) 
     await until(lambda: runner.engine.num_generated_tokens > 8)
     await spoken.post("/weights/begin", weights_handle(1))
     await spoken.post("/weights/commit", {"policy_version": 1})
+    held.let_go.set()
     assert await running == "0-1"
 
 
@@ -258,12 +257,15 @@ async def test_a_stream_grows_and_ends_with_the_whole_reply(spoken: Http) -> Non
     assert events[-1] == whole
 
 
-async def test_every_event_of_a_stream_tells_which_weights_made_what(spoken: Http, runner: EngineRunner) -> None:
+async def test_every_event_of_a_stream_tells_which_weights_made_what(
+    spoken: Http, runner: EngineRunner, held: Held
+) -> None:
     body = {"text": "AB", "stream": True, "sampling_params": greedy(80)}
     running = asyncio.create_task(spoken.stream("/generate", body))
     await until(lambda: runner.engine.num_generated_tokens > 8)
     await spoken.post("/weights/begin", weights_handle(1))
     await spoken.post("/weights/commit", {"policy_version": 1})
+    held.let_go.set()
     events = await running
     old, new = events[-1]["meta_info"]["weight_versions"]
     for event in events[:-1]:
@@ -296,7 +298,7 @@ async def test_a_stream_never_shows_a_stop_token(spoken: Http) -> None:
     assert all(texts[-1].startswith(text) for text in texts)
 
 
-async def test_leaving_a_stream_frees_its_slots(spoken: Http, runner: EngineRunner) -> None:
+async def test_leaving_a_stream_frees_its_slots(spoken: Http, runner: EngineRunner, held: Held) -> None:
     body = {"text": "AB", "stream": True, "sampling_params": greedy(90)}
     await spoken.stream("/generate", body, events=2)
     await until(lambda: not runner.engine.has_work)
@@ -509,7 +511,7 @@ async def test_a_newer_begin_replaces_what_was_staged(http: Http) -> None:
     assert (await http.post("/weights/commit", {"policy_version": 2}))[0] == 200
 
 
-async def test_abort_request_ends_a_generation(http: Http, runner: EngineRunner) -> None:
+async def test_abort_request_ends_a_generation(http: Http, runner: EngineRunner, held: Held) -> None:
     body = {"input_ids": [5], "rid": "long", "sampling_params": greedy(90)}
     generation = asyncio.create_task(http.post("/generate", body))
     await until(lambda: runner.engine.num_active)
@@ -521,19 +523,25 @@ async def test_abort_request_ends_a_generation(http: Http, runner: EngineRunner)
     assert await http.post("/abort_request", {"abort_all": True}) == (200, {"aborted": 0, "unknown": []})
 
 
-async def test_requests_whose_ids_begin_alike_end_together(http: Http, runner: EngineRunner) -> None:
+async def test_requests_whose_ids_begin_alike_end_together(http: Http, runner: EngineRunner, held: Held) -> None:
     bodies = [{"input_ids": [5], "rid": rid, "sampling_params": greedy(90)} for rid in ("a-1", "a-2", "b-1")]
+    await runner.pause("in_place")
     running = [asyncio.create_task(http.post("/generate", body)) for body in bodies]
+    await until(lambda: runner.engine.num_waiting == 3)
+    await runner.continue_generation()
     await until(lambda: runner.engine.num_active == 3)
     assert await http.post("/abort_request", {"rid_prefix": "a-"}) == (200, {"aborted": 2, "unknown": []})
+    held.let_go.set()
     ended = [(await each)[1]["meta_info"]["finish_reason"]["type"] for each in running]
     assert ended == ["abort", "abort", "length"]
     assert await http.post("/abort_request", {"rid_prefix": "a-"}) == (200, {"aborted": 0, "unknown": []})
 
 
-async def test_memory_is_released_and_taken_back(http: Http, runner: EngineRunner) -> None:
+async def test_memory_is_released_and_taken_back(http: Http, runner: EngineRunner, held: Held) -> None:
     body = {"input_ids": [5], "sampling_params": greedy(90)}
+    held.let_go.set()
     _, whole = await http.post("/generate", body)
+    held.let_go.clear()
     generation = asyncio.create_task(http.post("/generate", body))
     await until(lambda: runner.engine.num_active)
     for given in ({}, {"tags": ["kv_cache"]}):
@@ -548,6 +556,7 @@ async def test_memory_is_released_and_taken_back(http: Http, runner: EngineRunne
     assert (early["meta_info"]["weight_version"], early["meta_info"]["weight_versions"]) == ("", [])
     for _ in range(2):
         assert await http.post("/resume_memory_occupation", {}) == (200, {"state": "resumed"})
+    held.let_go.set()
     assert (await http.post("/generate", body))[1]["output_ids"] == whole["output_ids"]
 
 
@@ -573,7 +582,7 @@ async def test_memory_is_released_and_taken_back_by_parts(http: Http, runner: En
     assert (await http.post("/generate", scored))[0] == 200
 
 
-async def test_a_client_that_leaves_frees_its_slots(http: Http, runner: EngineRunner) -> None:
+async def test_a_client_that_leaves_frees_its_slots(http: Http, runner: EngineRunner, held: Held) -> None:
     generation = asyncio.create_task(http.post("/generate", {"input_ids": [5], "sampling_params": greedy(90)}))
     await until(lambda: runner.engine.num_active)
     generation.cancel()
@@ -599,25 +608,6 @@ async def test_an_api_key_guards_everything_but_health(runner: EngineRunner) -> 
             assert (await http.get("/ready", headers=headers))[0] == 401
             assert (await http.post("/generate", {"input_ids": [5]}, headers=headers))[0] == 401
         assert (await http.get("/ready", headers={"Authorization": "Bearer secret"}))[0] == 200
-
-
-@dataclass(frozen=True)
-class Held:
-    """An engine that admits requests, and generates nothing for them until it is let go."""
-
-    engine: SlotEngine
-    step: Callable[[], list[Finished]]
-    let_go: threading.Event = field(default_factory=threading.Event)
-
-    def __call__(self) -> list[Finished]:
-        return self.step() if self.let_go.is_set() or not self.engine.num_active else []
-
-
-@pytest.fixture
-def held(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> Held:
-    held = Held(runner.engine, runner.engine.step)
-    monkeypatch.setattr(runner.engine, "step", held)
-    return held
 
 
 async def test_a_draining_commit_lets_running_answers_end_and_holds_the_others(
@@ -667,7 +657,9 @@ async def test_a_draining_commit_ends_with_its_client(http: Http, runner: Engine
     assert (await http.post("/weights/commit", {"policy_version": 1}))[0] == 200, "it is still staged"
 
 
-async def test_nothing_drains_while_paused_and_what_is_given_up_holds_nobody(http: Http, runner: EngineRunner) -> None:
+async def test_nothing_drains_while_paused_and_what_is_given_up_holds_nobody(
+    http: Http, runner: EngineRunner, held: Held
+) -> None:
     running = asyncio.create_task(http.post("/generate", {"input_ids": [5], "sampling_params": greedy(60)}))
     await until(lambda: runner.engine.num_generated_tokens > 2)
     await runner.pause("retract")
@@ -679,16 +671,18 @@ async def test_nothing_drains_while_paused_and_what_is_given_up_holds_nobody(htt
     await runner.score([1, 2])
     given_up.cancel()
     await runner.continue_generation()
+    held.let_go.set()
     _, whole = await running
     assert [span["version"] for span in whole["meta_info"]["weight_versions"]] == ["0"]
     assert (await http.post("/generate", {"input_ids": [5], "sampling_params": greedy()}))[0] == 200
 
 
-async def test_a_retracting_commit_computes_running_answers_anew(http: Http, runner: EngineRunner) -> None:
+async def test_a_retracting_commit_computes_running_answers_anew(http: Http, runner: EngineRunner, held: Held) -> None:
     running = asyncio.create_task(http.post("/generate", {"input_ids": [5], "sampling_params": greedy(80)}))
     await until(lambda: runner.engine.num_generated_tokens > 5)
     await http.post("/weights/begin", weights_handle(1))
     await http.post("/weights/commit", {"policy_version": 1, "mode": "retract"})
+    held.let_go.set()
     _, reply = await running
     old, new = reply["meta_info"]["weight_versions"]
     assert (old["version"], new["version"], new["end"]) == ("0", "1", 80)

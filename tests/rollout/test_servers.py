@@ -113,7 +113,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def wary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is silent is soon asked whether he lives."""
     monkeypatch.setattr(servers_module, "SILENCE_S", 0.05)
-    monkeypatch.setattr(client_module, "PROBE_S", 0.05)
+    monkeypatch.setattr(client_module, "PROBE_S", 0.5)
 
 
 def grant(episode: int, *, max_tokens: int = 4) -> SegmentGrant:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 import torch
-from tiny_policy import make_engine, make_handle, make_request, print_of, receive_seed, until, weights
+from tiny_policy import Held, make_engine, make_handle, make_request, print_of, receive_seed, until, weights
 
 import penstock.rollout.update as update_module
 from penstock.rollout.generator import Conflict
@@ -274,13 +274,14 @@ async def test_a_lease_that_ends_leaves_the_pauses_of_others(
 
 
 async def test_a_new_name_holds_from_the_next_token_on_and_never_goes_back(
-    update: WeightsUpdate, runner: EngineRunner
+    update: WeightsUpdate, runner: EngineRunner, held: Held
 ) -> None:
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     running = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=80, params=params)))
     await until(lambda: runner.engine.num_generated_tokens > 5)
     await update.rename(0)
     await update.rename(4)
+    held.let_go.set()
     (segment,) = await running
     assert [span.policy_version for span in segment.spans] == [0, 4] and segment.spans[-1].end == 80
     with pytest.raises(Conflict, match="policy_version 3 is older than 4"):

@@ -297,8 +297,9 @@ def shared_by_name() -> Iterator[None]:
     torch.multiprocessing.set_sharing_strategy(before)
 
 
-def lent_segments() -> list[Path]:
-    return list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+def lent_segments() -> set[Path]:
+    """Segments that are named for this process; a killed one that had its pid may have left some."""
+    return set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
 
 
 @pytest.mark.usefixtures("shared_by_name")
@@ -306,6 +307,7 @@ def lent_segments() -> list[Path]:
 async def test_a_server_on_the_trainers_device_copies_its_memory(
     server: str, trainer: Trainer, has_brackets: bool
 ) -> None:
+    before = lent_segments()
     witness = await witness_of(server, has_brackets=has_brackets)
     servers = Servers([witness.url], engine="sglang", direct_weights="memory", sender=trainer)
     for version in (1, 2):
@@ -317,7 +319,7 @@ async def test_a_server_on_the_trainers_device_copies_its_memory(
         assert await sampled_by(servers) == version
     await servers.close()
     await witness.close()
-    assert lent_segments() == []
+    assert lent_segments() <= before
 
 
 @pytest.mark.usefixtures("shared_by_name")

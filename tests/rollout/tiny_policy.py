@@ -33,6 +33,7 @@ from penstock.weights.shared_memory import fingerprint
 VOCAB_SIZE = 64
 MAX_CONTEXT = 96
 EOS = 1
+HELD_AFTER = 8
 CPU = torch.device("cpu")
 
 _initializing = threading.Lock()
@@ -185,9 +186,22 @@ def make_handle(policy_version: int, *, path: str = "1") -> WeightsHandle:
     return WeightsHandle(policy_version=policy_version, path=path, num_bytes=1, fingerprint=print_of(path))
 
 
+class Held:
+    """In the place of an engine's `step`: once the engine has generated more than `HELD_AFTER` tokens, samples that are
+    admitted stay as they are until they are let go."""
+
+    def __init__(self, engine: SlotEngine) -> None:
+        self._engine, self._step = engine, engine.step
+        self.let_go = threading.Event()
+
+    def __call__(self) -> list[Finished]:
+        is_free = not self._engine.num_active or self._engine.num_generated_tokens <= HELD_AFTER
+        return self._step() if is_free or self.let_go.wait(0.001) else []
+
+
 async def until(condition: Callable[[], object]) -> None:
     """The engine's thread announces nothing but results, so its progress is watched."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import secrets
 import shutil
 import socket
 import subprocess
@@ -446,7 +447,7 @@ class Host:
     """What a program could get at: secrets, sockets and processes of the worker."""
 
     def __init__(self, folder: Path) -> None:
-        self.mark = f"penstock-escape-{os.getpid()}"
+        self.mark = f"penstock-escape-{secrets.token_hex(8)}"
         self.shm = Path(tempfile.mkdtemp(prefix="penstock-escape-", dir="/dev/shm"))
         secret = SECRET + os.urandom(8).hex()
         self.home = folder / "home"
@@ -477,7 +478,7 @@ class Host:
             "given": [*map(str, self.given)],
             "port": self.sockets[0].getsockname()[1],
             "pids": [os.getpid(), os.getppid(), self.victim.pid],
-            "daemon": f"3600.{os.getpid()}",
+            "daemon": f"3600.{secrets.randbelow(10**9)}",
             "numbers": its.forbidden | its.to_others,
             "clone": its.clone,
             "shares_user": os.geteuid() != 0,

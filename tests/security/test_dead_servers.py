@@ -80,7 +80,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a
 def taken_by_neighbour(port: int) -> str:
     """Return the ways in which another user could listen where connections to 127.0.0.1 arrive."""
     words = [sys.executable, "-I", "-c", NEIGHBOUR, str(port), "127.0.0.1", "0.0.0.0", "::", "::ffff:127.0.0.1"]
-    return subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 def is_refused(port: int, host: str = "127.0.0.1") -> bool:

@@ -40,14 +40,14 @@ class Slow(Letters):
     def encode(self, text: str) -> list[int]:
         self.threads.add(threading.current_thread().name)
         if len(text) > INLINE_CHARACTERS:
-            self.released.wait(20)
+            self.released.wait(60)
             return [1]
         return super().encode(text)
 
     def prompt(self, messages: Any, **settings: Any) -> list[int]:
         self.threads.add(threading.current_thread().name)
         if messages[0]["content"] == "ENDLESS":
-            self.released.wait(20)
+            self.released.wait(60)
         return [1]
 
 
@@ -120,7 +120,7 @@ async def test_health_is_answered_while_text_takes_its_time(
         short = {"text": "AB", "sampling_params": {"max_new_tokens": 1}}
         async with session.post("/generate", json=short) as response:
             assert response.status == 200, await response.text()
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 30
         assert await asyncio.gather(*asked) == [504] * 12, "a wait for text has a limit"
         assert {name for name in slow.threads if name != "MainThread"} <= {f"prompt-text-{n}" for n in range(4)}
         slow.released.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -19,6 +20,7 @@ from penstock.config import Config, ConfigError
 from penstock.envs.calls import check_reward
 from penstock.envs.dialogue import EpisodeFailure
 from penstock.envs.registry import needs_sandbox
+from penstock.envs.rewards import reward_box
 from penstock.envs.rewards.reward import RewardResult
 from penstock.envs.rewards.reward_box import check_reward_box
 from penstock.envs.rewards.scorer import RewardFailure, Scorer, Scorers
@@ -102,11 +104,19 @@ def closed_folder(outer: Path, *, beside: bool) -> tuple[Path, Path]:
 @pytest.mark.integration
 @pytest.mark.usefixtures("sandboxed")
 @pytest.mark.parametrize("place", ["folder", "/tmp", "/dev/shm"])
-async def test_a_reward_worker_sees_the_python_files_of_its_folder_and_nothing_else(place: str, tmp_path: Path) -> None:
+async def test_a_reward_worker_sees_the_python_files_of_its_folder_and_nothing_else(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of others in a folder of the machine are none of its."""
     folder, reward = closed_folder(tmp_path if place == "folder" else Path(place), beside=place == "folder")
+    listed = reward_box._python_files
+    monkeypatch.setattr(
+        reward_box, "_python_files", lambda where: (path for path in listed(where) if folder.name in str(path))
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
     config = Config.model_validate({"env": {"reward": f"{reward}:score", "reward_timeout_s": 20.0}})
-    check_sandbox(config)
     try:
+        check_sandbox(config)
         async with aclosing(Scorers(config)) as scorers:
             scorer = scorers.of(config.env, {})
             assert scorer is not None

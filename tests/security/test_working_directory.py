@@ -71,7 +71,7 @@ def ask_cluster(_: Path) -> None:
 
 def start_engine(_: Path) -> None:
     command = [sys.executable, "-c", "import penstock"]
-    subprocess.run(command, env=environment(Config(), 0), check=True, timeout=20)
+    subprocess.run(command, env=environment(Config(), 0), check=True, timeout=120)
 
 
 @pytest.mark.parametrize("start", [launch, detach, open_child, ask_cluster, start_engine])

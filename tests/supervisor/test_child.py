@@ -20,7 +20,7 @@ def run_child(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
         "PENSTOCK_RUNTIME_DIR": str(tmp_path),
     }
     words = [sys.executable, "-c", code, "--run-dir", str(tmp_path), "--name", "env-0"]
-    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=20)
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def message_of(tmp_path: Path) -> str:
@@ -73,5 +73,5 @@ def test_readiness_carries_identity_and_address(tmp_path: Path) -> None:
 
 def test_a_child_without_a_run_says_so() -> None:
     code = "from penstock.supervisor.child import Child; Child.from_environment([])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 1 and "penstock train" in result.stderr

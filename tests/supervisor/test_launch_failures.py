@@ -74,7 +74,7 @@ def supervise(run_dir: Path, launcher: Refusing) -> Supervisor:
 
 
 async def until_running(launcher: Refusing, *, attempts: int) -> Started:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60.0):
         while launcher.num_attempts < attempts or launcher.latest is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
     return launcher.latest

@@ -98,7 +98,7 @@ def test_orphans_go_and_what_lives_stays(tmp_path: Path, runtime_dirs: None, sta
     family = procfs.family(lambda stat: stat.pid == orphan.pid, spare=set())
     assert len(family) == 2
     assert runtime.remove_orphans(orphaned, living=found.living) == []
-    assert orphan.wait(5) == -9
+    assert orphan.wait(60) == -9
     assert not any(procfs.read_stat(stat.pid) == stat for stat in family)
     assert member.poll() is None and directories[living].exists() and not directories[dead].exists()
     assert (read_state(Path(dead.run_dir)) or {})["status"] == "failed"
@@ -114,7 +114,7 @@ def test_a_next_life_of_the_same_run_is_left_alone(tmp_path: Path, runtime_dirs:
     orphaned = of(found, before)
     assert orphaned and orphaned.directories == []
     runtime.remove_orphans(orphaned, living=found.living)
-    assert orphan.wait(5) == -9
+    assert orphan.wait(60) == -9
     assert runtime_dir.exists() and (read_state(Path(after.run_dir)) or {})["status"] == "starting"
 
 

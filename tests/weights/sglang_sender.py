@@ -94,6 +94,7 @@ class Sender:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
+        self._before = self._named()
 
     def serialize(
         self,
@@ -114,7 +115,11 @@ class Sender:
 
     def segments(self) -> list[str]:
         """Return the shared-memory segments of the process."""
-        return sorted(path.name for path in Path("/dev/shm").glob(f"torch_{self.process.pid}_*"))
+        return sorted(self._named() - self._before)
+
+    def _named(self) -> set[str]:
+        """Those that are named for its pid; a killed process that had the same one may have left some."""
+        return {path.name for path in Path("/dev/shm").glob(f"torch_{self.process.pid}_*")}
 
     def _asked(self, request: dict[str, Any]) -> object:
         assert self.process.stdin is not None and self.process.stdout is not None

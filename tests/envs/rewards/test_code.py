@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def test_tests_that_check_nothing_are_named(tests: str, reason: str, program: st
 def test_whatever_a_program_starts_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of it in sessions of its own; and nothing is left on the disk."""
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
-    seconds = f"36{os.getpid()}"
+    seconds = f"3600.{secrets.randbelow(10**9)}"
     program = (
         "import subprocess\ndone = True\n"
         f"for _ in range(10): subprocess.Popen(['sleep', '{seconds}'], start_new_session=True)\n"

@@ -382,7 +382,7 @@ async def test_a_stop_waits_for_what_is_being_written(played: Played) -> None:
 
     def slow(*args: Any, **options: Any) -> None:
         loop.call_soon_threadsafe(began.set)
-        may_end.wait(10)
+        may_end.wait(60)
         write(*args, **options)
 
     target.write = slow  # type: ignore[method-assign]
