@@ -115,6 +115,8 @@ RESUMED = {2: ("ddp_experts_1",), 4: ("ddp_experts_1", "spread_experts_2")}
 """Checkpoints from which so many ranks go on with spread experts."""
 STRATEGIES = ("ddp", "fsdp")
 NUM_STEPS = 3
+WAIT_S = 60.0
+"""How long a rank waits for the others in each call."""
 
 
 def settings_of(num_ranks: int) -> tuple[str, ...]:
@@ -432,7 +434,7 @@ def every_of_experts(ranks: Ranks, experts_dir: Path, out: Path) -> dict[str, Ca
 
 def main(model_dir: Path, experts_dir: Path, out: Path, index: int, size: int) -> None:
     torch.set_num_threads(1)
-    ranks = Ranks(Rank(index, size), timeout_s=60.0)
+    ranks = Ranks(Rank(index, size), timeout_s=WAIT_S)
     ranks.join(out / f"rendezvous_{size}", CPU)
     results = {}
     for name, run in every(ranks, model_dir, experts_dir, out).items():

@@ -23,6 +23,7 @@ from rank_scenarios import (
     RESUMED,
     ROUNDED,
     STRATEGIES,
+    WAIT_S,
     every,
     of_experts,
     resumed,
@@ -74,7 +75,7 @@ def run_ranks(model_dir: Path, experts_dir: Path, out: Path, size: int) -> list[
             processes[-1].kill()
         for index, process in reversed(list(enumerate(processes[:-1]))):
             process.stdin.close()
-            assert process.wait(60) == 0, (out / f"rank_{index}_of_{size}.log").read_text()
+            assert process.wait(2 * WAIT_S) == 0, (out / f"rank_{index}_of_{size}.log").read_text()
     return [torch.load(out / f"rank_{index}_of_{size}.pt", weights_only=False) for index in range(size)]
 
 
@@ -316,11 +317,13 @@ def test_the_warm_start_is_the_same_too(alone: Results, together: Together, size
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_rank_that_dies_ends_the_others_wait_and_is_named(together: Together, size: int) -> None:
+    """Those that gloo has connected with it hear of it at once. Another one mostly does when those leave; gloo may miss
+    that, and then it waits until its own deadline."""
     for index, results in enumerate(together[size][:-1]):
         lost = results["lost"]
         assert lost["error"].startswith(f"rank {index} of {size} waited")
         assert f"rank {size - 1} did not join the call" in lost["error"]
-        assert lost["seconds"] < 10
+        assert lost["seconds"] < (10 if index in (0, size - 2) else WAIT_S + 10)
 
 
 SILENT = """
