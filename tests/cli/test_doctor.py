@@ -17,7 +17,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture(autouse=True)
 def found(monkeypatch: pytest.MonkeyPatch) -> runtime.Found:
-    """What the machine is said to hold, with room for more; what else is on it is no business of a test."""
+    """What `doctor` finds: nothing that is left over, and free space, whatever is really on the machine."""
     found = runtime.Found(orphans=[], living=set(), unmarked=[])
     monkeypatch.setattr(runtime, "find_orphans", lambda: found)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(10**12, 0, 10**12))

@@ -37,7 +37,7 @@ async def runner() -> AsyncIterator[EngineRunner]:
 
 @pytest.fixture
 def held(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> Held:
-    """The engine's steps, until it is let go."""
+    """Holds the engine after a few tokens, until the test lets it go."""
     held = Held(runner.engine)
     monkeypatch.setattr(runner.engine, "step", held)
     return held

@@ -25,7 +25,7 @@ def engine() -> SlotEngine:
 
 @pytest.fixture
 def held(engine: SlotEngine, monkeypatch: pytest.MonkeyPatch) -> Held:
-    """The engine's steps, until it is let go."""
+    """Holds the engine after a few tokens, until the test lets it go."""
     held = Held(engine)
     monkeypatch.setattr(engine, "step", held)
     return held

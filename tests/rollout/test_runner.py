@@ -177,7 +177,7 @@ async def test_prompts_are_scored_between_steps(runner: EngineRunner) -> None:
 async def test_prompts_are_scored_a_part_after_every_step(
     runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = list[str]()
+    order, all_asked = list[str](), threading.Event()
     scoring, step = runner.engine.scoring, runner.engine.step
 
     def note_parts(prompt_ids: list[int], *, num_top: int) -> Iterator[list[ScoredToken]]:
@@ -186,14 +186,13 @@ async def test_prompts_are_scored_a_part_after_every_step(
             yield part
 
     def note_step() -> list[Finished]:
+        all_asked.wait(60)
         order.append("step")
         return step()
 
     monkeypatch.setattr("penstock.rollout.slot_engine.SCORED_PLACES", 4)
     monkeypatch.setattr(runner.engine, "scoring", note_parts)
     monkeypatch.setattr(runner.engine, "step", note_step)
-    all_asked = threading.Event()
-    runner._commands.put(all_asked.wait)
     generating = asyncio.create_task(runner.generate(make_request("a", [5], max_new_tokens=LONG)))
     scores = [asyncio.create_task(runner.score(list(range(2, 11)))) for _ in range(3)]
     await asyncio.sleep(0)

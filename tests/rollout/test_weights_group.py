@@ -298,7 +298,7 @@ def shared_by_name() -> Iterator[None]:
 
 
 def lent_segments() -> set[Path]:
-    """Segments that are named for this process; a killed one that had its pid may have left some."""
+    """Segments that are named for this process. An earlier process with the same pid may have left some."""
     return set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
 
 

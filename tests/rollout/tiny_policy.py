@@ -187,8 +187,8 @@ def make_handle(policy_version: int, *, path: str = "1") -> WeightsHandle:
 
 
 class Held:
-    """In the place of an engine's `step`: once the engine has generated more than `HELD_AFTER` tokens, samples that are
-    admitted stay as they are until they are let go."""
+    """Replaces the `step` of an engine. After more than `HELD_AFTER` tokens the engine generates nothing until the test
+    sets `let_go`. Requests are still admitted while no other one is active."""
 
     def __init__(self, engine: SlotEngine) -> None:
         self._engine, self._step = engine, engine.step

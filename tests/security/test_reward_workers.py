@@ -107,7 +107,7 @@ def closed_folder(outer: Path, *, beside: bool) -> tuple[Path, Path]:
 async def test_a_reward_worker_sees_the_python_files_of_its_folder_and_nothing_else(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of others in a folder of the machine are none of its."""
+    """Files that other programs have in /tmp and /dev/shm are left out, because they could be too many."""
     folder, reward = closed_folder(tmp_path if place == "folder" else Path(place), beside=place == "folder")
     listed = reward_box._python_files
     monkeypatch.setattr(

@@ -489,7 +489,7 @@ def test_a_failed_opening_gives_everything_back(backend: str, monkeypatch: pytes
 
 
 def own_groups() -> set[Path]:
-    """Control groups that are named for this process; a killed one that had its pid may have left some."""
+    """Control groups that are named for this process. An earlier process with the same pid may have left some."""
     parents = [parent for parent, _ in control_groups._parents(Limits())]
     return {group for parent in parents for group in parent.glob(f"{control_groups.PREFIX}{os.getpid()}-*")}
 

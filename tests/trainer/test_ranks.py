@@ -317,8 +317,8 @@ def test_the_warm_start_is_the_same_too(alone: Results, together: Together, size
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_rank_that_dies_ends_the_others_wait_and_is_named(together: Together, size: int) -> None:
-    """Those that gloo has connected with it hear of it at once. Another one mostly does when those leave; gloo may miss
-    that, and then it waits until its own deadline."""
+    """Its neighbours in gloo's ring hear of it at once. The rank between them hears of it when they leave. Gloo may
+    miss that, and then this rank waits until its own deadline."""
     for index, results in enumerate(together[size][:-1]):
         lost = results["lost"]
         assert lost["error"].startswith(f"rank {index} of {size} waited")

@@ -9,7 +9,7 @@ import sys
 
 
 class Cable:
-    """Its names and addresses are drawn by chance, because a killed test session may have left its own cables."""
+    """Its names and addresses are random, because a killed test session may have left its own cables."""
 
     def __init__(self) -> None:
         mark, block = secrets.token_hex(4), secrets.randbelow(1 << 14)
@@ -31,7 +31,7 @@ class Cable:
         for device in ("lo", self._far_end):
             _ip("-n", self.network, "link", "set", device, "up")
         self.mend()
-        self._try()
+        self._check()
 
     def cut(self) -> None:
         """Nothing gets through, and no connection ends."""
@@ -44,7 +44,7 @@ class Cable:
         _ip("link", "del", self._near_end)
         _ip("netns", "del", self.network)
 
-    def _try(self) -> None:
+    def _check(self) -> None:
         """Connect from its far end to its near one."""
         with socket.create_server((self.near, 0)) as server:
             connect = f"import socket; socket.create_connection({server.getsockname()}, timeout=20)"

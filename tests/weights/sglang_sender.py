@@ -118,7 +118,7 @@ class Sender:
         return sorted(self._named() - self._before)
 
     def _named(self) -> set[str]:
-        """Those that are named for its pid; a killed process that had the same one may have left some."""
+        """Those that are named for its pid. An earlier process with the same pid may have left some."""
         return {path.name for path in Path("/dev/shm").glob(f"torch_{self.process.pid}_*")}
 
     def _asked(self, request: dict[str, Any]) -> object:

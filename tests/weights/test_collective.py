@@ -144,7 +144,7 @@ async def test_a_bucket_for_which_there_is_no_room_closes_the_group(trainer: Tra
 @pytest.mark.integration
 @pytest.mark.long
 async def test_a_group_that_is_joined_after_the_end_is_left_at_once(trainer: TrainerProcess) -> None:
-    """The trainer, which may find it gone before it has come in itself, either joins or names who is missing."""
+    """The receiver may leave before the trainer has joined. Then the trainer's error says who was missing."""
     groups = make_groups()
     groups.close()
     joining = asyncio.create_task(trainer.join(timeout_s=60.0))
