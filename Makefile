@@ -31,8 +31,8 @@ test-all: test test-long  ## `make test`, and then all other real runs; 45 minut
 test-long: $(SETUP)  ## only the real runs that `make test` leaves out
 	$(PYTEST) -m "long and not vllm" --durations 15
 
-test-vllm: $(SETUP) vllm-env  ## training with a real vLLM (3 GB, twenty minutes)
-	$(BIN)/python -m pytest -m vllm
+test-vllm: $(SETUP) vllm-env  ## training with a real vLLM (3 GB, ten minutes)
+	$(PYTEST) -m vllm --durations 15
 
 test-fast: $(SETUP)  ## only the tests that start no process and train nothing
 	$(PYTEST) -m "not integration"

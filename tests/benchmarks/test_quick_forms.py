@@ -20,8 +20,11 @@ NO_ENVIRONMENT = 69
 """Exit code of `vs_trl` where TRL cannot be installed."""
 UNCONFIRMED = {"learner_shapes"}
 """Benchmarks that mean something only on an accelerator, and that none has run yet."""
-LONGEST = {"ablation", "cluster", "faults", "learner_scale", "speculation", "vs_trl"}
-"""Benchmarks whose quick forms take two to four minutes. Together they do not fit into the time of a run of CI."""
+LONGEST = {
+    *("ablation", "adaptive", "cluster", "dashboard", "faults", "learner", "learner_scale", "speculation"),
+    *("staleness", "tuning", "vs_trl", "weights"),
+}
+"""Benchmarks whose quick forms take one to four minutes. Together they do not fit into the time of a run of CI."""
 LIMIT_S = 900.0
 """For one that takes two minutes on two quiet cores."""
 

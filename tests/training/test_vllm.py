@@ -28,16 +28,25 @@ SETTINGS = ["trainer.steps=60", "observe.progress=false", "observe.plots=false"]
 
 
 def summary(example: str, runs: Path, *overrides: str) -> dict[str, Any]:
-    result = train(example, runs, *SETTINGS, *overrides, timeout_s=600)
+    result = train(example, runs, *SETTINGS, *overrides, timeout_s=900)
     assert result.returncode == 0, result.stdout + result.stderr
     found: dict[str, Any] = json.loads((only_run(runs) / "summary.json").read_text())
     return found
 
 
+def begun(runs: Path, *overrides: str) -> Path:
+    """Return the last checkpoint of a short run of the quickstart."""
+    result = train("quickstart", runs, *SETTINGS, "trainer.steps=2", *overrides, timeout_s=900)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return only_run(runs) / "checkpoints" / "step_2"
+
+
 def test_it_reaches_what_our_own_engine_reaches(tmp_path: Path) -> None:
     """Answers outlive updates, and say which weights made each token."""
-    ours = summary("quickstart", tmp_path / "ours")
-    theirs = summary("vllm", tmp_path / "theirs", f"rollout.python={PYTHON}", "rollout.update_mode=in_place")
+    start = begun(tmp_path / "begun", "model.warm_start.steps=400")
+    same = (f"model.path={start}", "model.warm_start.steps=0")
+    ours = summary("quickstart", tmp_path / "ours", *same)
+    theirs = summary("vllm", tmp_path / "theirs", f"rollout.python={PYTHON}", "rollout.update_mode=in_place", *same)
     for found in (ours, theirs):
         assert found["eval_after"] > found["eval_before"] + 0.03
         assert found["kl_engine_trainer"] < 1e-4
@@ -68,9 +77,7 @@ async def test_on_another_machine_it_reads_the_file_that_came_there(tmp_path: Pa
 
 def with_adapters(runs: Path, *overrides: str) -> dict[str, Any]:
     """Return the summary of a run that begins with a checkpoint, which vLLM loads by itself, and trains adapters."""
-    begun = train("quickstart", runs.with_name("begun"), *SETTINGS, "trainer.steps=2", *SHORT, timeout_s=600)
-    assert begun.returncode == 0, begun.stdout + begun.stderr
-    start = only_run(runs.with_name("begun")) / "checkpoints" / "step_2"
+    start = begun(runs.with_name("begun"), *SHORT)
     return summary(
         "vllm",
         runs,
