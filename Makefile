@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n auto
 # The tests start hundreds of processes. With this variable, each of them would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-long test-vllm test-fast check vllm-env clean
+.PHONY: help demo test test-all test-long test-longest test-vllm test-fast check vllm-env clean
 help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -26,10 +26,13 @@ demo: $(SETUP)  ## set up .venv, then train the quickstart
 test: check  ## set up .venv, then format, lint, types, unit tests and a choice of real runs; six minutes on two cores
 	$(PYTEST) -m "not long and not vllm" --durations 15
 
-test-all: test test-long  ## `make test`, and then all other real runs; 45 minutes
+test-all: test test-long test-longest  ## `make test`, and then all other real runs; 70 minutes
 
-test-long: $(SETUP)  ## only the real runs that `make test` leaves out
-	$(PYTEST) -m "long and not vllm" --durations 15
+test-long: $(SETUP)  ## only the real runs that `make test` leaves out, but for the longest
+	$(PYTEST) -m "long and not longest and not vllm" --durations 15
+
+test-longest: $(SETUP)  ## only the longest real runs, which CI leaves out
+	$(PYTEST) -m longest --durations 15
 
 test-vllm: $(SETUP) vllm-env  ## training with a real vLLM (3 GB, ten minutes)
 	$(PYTEST) -m vllm --durations 15

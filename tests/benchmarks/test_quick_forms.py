@@ -21,10 +21,11 @@ NO_ENVIRONMENT = 69
 UNCONFIRMED = {"learner_shapes"}
 """Benchmarks that mean something only on an accelerator, and that none has run yet."""
 LONGEST = {
-    *("ablation", "adaptive", "cluster", "dashboard", "faults", "learner", "learner_scale", "speculation"),
-    *("staleness", "tuning", "vs_trl", "weights"),
+    *("ablation", "adaptive", "cluster", "dashboard", "environments", "faults", "learner", "learner_scale"),
+    *("learner_shapes", "mixed_versions", "quickstart", "rollout_http", "speculation", "staleness", "tuning"),
+    *("vs_trl", "weights"),
 }
-"""Benchmarks whose quick forms take one to four minutes. Together they do not fit into the time of a run of CI."""
+"""Benchmarks whose quick forms take one to four minutes."""
 LIMIT_S = 900.0
 """For one that takes two minutes on two quiet cores."""
 
@@ -58,10 +59,10 @@ def run_quick(name: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.integration
 @pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.longest] if name in LONGEST else []) for name in NAMES]
+)
 def test_the_quick_form_writes_all_figures_that_are_published(name: str, tmp_path: Path) -> None:
-    if name in LONGEST and os.environ.get("CI"):
-        pytest.skip("takes minutes; `make test-long` runs it outside CI")
     done = run_quick(name, tmp_path)
     if name == "vs_trl" and done.returncode == NO_ENVIRONMENT:
         pytest.skip("TRL cannot be installed here")

@@ -42,6 +42,8 @@ IMPOSSIBLE = {(ROLLOUT, Fault.FULL_DISK), (SUPERVISOR, Fault.LOST_MESSAGES)}
 PLANS = [Plan(victim, fault) for victim in VICTIMS for fault in Fault if (victim, fault) not in IMPOSSIBLE]
 FATAL = frozenset({Fault.KILL, Fault.HANG, Fault.TERMINATE, Fault.LEAVE})
 """For a process that is not ready yet: it is not started again."""
+ENDED_AS_ASKED = frozenset({Fault.TERMINATE, Fault.LEAVE})
+"""A process that ends in one of these ways says that all is well. In CI, only controller and supervisor do."""
 LIFE_S = 400.0
 SUPERVISOR_LOG = "logs/supervisor.log"
 HOW = {
@@ -85,7 +87,14 @@ def lives(plan: Plan) -> list[tuple[list[Phase], RunState]]:
     return [*found, (struck, RunState.COMPLETED)]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=[f"{plan.victim} {plan.fault}" for plan in PLANS])
+def marks(plan: Plan) -> list[pytest.MarkDecorator]:
+    is_longest = plan.victim not in (CONTROLLER, SUPERVISOR) and plan.fault in ENDED_AS_ASKED
+    return [pytest.mark.longest] if is_longest else []
+
+
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, id=f"{plan.victim} {plan.fault}", marks=marks(plan)) for plan in PLANS]
+)
 def test_a_run_survives(plan: Plan, tmp_path: Path) -> None:
     run = FaultyRun(tmp_path, plan)
     for struck, end in lives(plan):

@@ -228,23 +228,24 @@ async def published(process: TrainerProcess) -> dict[str, torch.Tensor]:
     return load_file(answer.handle.path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        pytest.param({}, TWO, id="two ranks", marks=pytest.mark.long),
-        pytest.param({}, FSDP, id="two ranks that share weights", marks=pytest.mark.long),
+        pytest.param({}, TWO, id="two ranks"),
+        pytest.param({}, FSDP, id="two ranks that share weights", marks=pytest.mark.longest),
         pytest.param(
-            AS_IT_IS, {**FSDP, **AS_IT_IS}, id="two ranks that share weights from the start", marks=pytest.mark.long
+            AS_IT_IS, {**FSDP, **AS_IT_IS}, id="two ranks that share weights from the start", marks=pytest.mark.longest
         ),
-        pytest.param(ROLES, SPLIT, id="roles split", marks=pytest.mark.long),
-        pytest.param(ROLES, {**SPLIT, **SHARED_PASSES}, id="two ranks that share passes", marks=pytest.mark.long),
-        pytest.param(ROLES, {**ROLES, **TWO}, id="roles of two ranks", marks=pytest.mark.long),
-        pytest.param({**ROLES, **TWO}, {**SPLIT, **TWO}, id="roles of two ranks, split", marks=pytest.mark.long),
+        pytest.param(ROLES, SPLIT, id="roles split", marks=pytest.mark.longest),
+        pytest.param(ROLES, {**SPLIT, **SHARED_PASSES}, id="two ranks that share passes", marks=pytest.mark.longest),
+        pytest.param(ROLES, {**ROLES, **TWO}, id="roles of two ranks", marks=pytest.mark.longest),
+        pytest.param({**ROLES, **TWO}, {**SPLIT, **TWO}, id="roles of two ranks, split"),
         pytest.param(
             ROLES,
             {**SPLIT, **FSDP, "split": ["reference"]},
             id="some of two ranks that share weights, split",
-            marks=pytest.mark.long,
+            marks=pytest.mark.longest,
         ),
     ],
 )

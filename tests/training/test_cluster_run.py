@@ -108,11 +108,10 @@ def test_engines_of_others_train_behind_gates(cluster: Cluster, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("settings", "nodes", "lost"),
     [
-        (ONE_NODE, 1, "trainer-0"),
-        (TWO_NODES, 2, "rank-1"),
-        (TWO_POOLS, 2, "rank-2"),
+        pytest.param(ONE_NODE, 1, "trainer-0", id="ranks on one node", marks=pytest.mark.longest),
+        pytest.param(TWO_NODES, 2, "rank-1", id="ranks on two nodes"),
+        pytest.param(TWO_POOLS, 2, "rank-2", id="a role in a pool of its own", marks=pytest.mark.longest),
     ],
-    ids=["ranks on one node", "ranks on two nodes", "a role in a pool of its own"],
 )
 def test_a_run_goes_on_after_the_loss_of_a_node_of_its_trainer(
     cluster: Cluster, tmp_path: Path, settings: list[str], nodes: int, lost: str
@@ -145,6 +144,7 @@ def test_a_run_goes_on_after_the_loss_of_a_node_of_its_trainer(
     assert not (read_state(run_dir) or {})["leftovers"] and not leftovers(run_dir)
 
 
+@pytest.mark.longest
 def test_a_run_in_the_background_is_killed_stopped_and_resumed(cluster: Cluster, tmp_path: Path) -> None:
     """Its supervisor is killed in its first life, it is stopped in its second, and complete after the third."""
     unending = [*OVERRIDES, *ONE_NODE, "trainer.steps=1000"]

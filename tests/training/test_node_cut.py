@@ -153,6 +153,7 @@ def test_who_is_cut_off_is_replaced_and_ends_by_itself(tmp_path: Path, cable: Ca
     until(lambda: not leftovers(run_dir), within_s=ENDED_S, said=lambda: leftovers(run_dir))
 
 
+@pytest.mark.longest
 def test_a_run_that_has_lost_its_room_says_so(tmp_path: Path, cable: Cable, nodes: Nodes) -> None:
     with spread(nodes, tmp_path, "cluster.place_timeout_s=3") as run:
         try:

@@ -95,6 +95,7 @@ def each_once(config: Path) -> None:
     assert found == [("SlowLetters", group, member) for group in range(NUM_TASKS) for member in range(GROUP_SIZE)]
 
 
+@pytest.mark.longest
 def test_whoever_dies_each_trajectory_is_dumped_once(config: Path) -> None:
     with rollout(config, f"synthesis.tasks={NUM_TASKS - 10}") as run:
         for number, victim in enumerate(("env-0", "controller", "rollout-0"), start=1):

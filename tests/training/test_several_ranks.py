@@ -55,7 +55,7 @@ def processes(run_dir: Path) -> dict[str, Any]:
     [
         pytest.param(["trainer.ranks=2"], ["rank-0", "rank-1"], id="ddp"),
         pytest.param(["trainer.ranks=2", "trainer.distributed.strategy=fsdp"], ["rank-0", "rank-1"], id="fsdp"),
-        pytest.param(SPLIT, ["rank-1", "rank-2"], id="roles split"),
+        pytest.param(SPLIT, ["rank-1", "rank-2"], id="roles split", marks=pytest.mark.longest),
     ],
 )
 def test_a_run_goes_on_after_the_loss_of_a_rank(
