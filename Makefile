@@ -26,7 +26,7 @@ demo: $(SETUP)  ## set up .venv, then train the quickstart
 test: check  ## set up .venv, then format, lint, types, unit tests and a choice of real runs; six minutes on two cores
 	$(PYTEST) -m "not long and not vllm" --durations 15
 
-test-all: test test-long test-longest  ## `make test`, and then all other real runs; 70 minutes
+test-all: test test-long test-longest  ## `make test`, and then all other real runs; 80 minutes
 
 test-long: $(SETUP)  ## only the real runs that `make test` leaves out, but for the longest
 	$(PYTEST) -m "long and not longest and not vllm" --durations 15
