@@ -20,15 +20,15 @@ help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 demo: $(SETUP)  ## set up .venv, then train the quickstart
-	@echo "training the quickstart: three to five minutes on two cores"
+	@echo "training the quickstart: three to six minutes on two cores"
 	$(BIN)/penstock train examples/quickstart/run.yaml
 
-test: check  ## set up .venv, then format, lint, types, unit tests and a choice of real runs; six minutes on two cores
+test: check  ## set up .venv, then format, lint, types, unit tests and a choice of real runs; six to twelve minutes on two cores
 	$(PYTEST) -m "not long and not vllm" --durations 15
 
 test-all: test test-long test-longest  ## `make test`, and then all other real runs; 80 minutes
 
-test-long: $(SETUP)  ## only the real runs that `make test` leaves out, but for the longest
+test-long: $(SETUP)  ## only the real runs that `make test` leaves out, without the longest
 	$(PYTEST) -m "long and not longest and not vllm" --durations 15
 
 test-longest: $(SETUP)  ## only the longest real runs, which CI leaves out

@@ -25,7 +25,7 @@ LONGEST = {
     *("learner_shapes", "mixed_versions", "quickstart", "rollout_http", "speculation", "staleness", "tuning"),
     *("vs_trl", "weights"),
 }
-"""Benchmarks whose quick forms take one to four minutes."""
+"""The quick forms of these benchmarks are too long for CI: each takes between one and four minutes."""
 LIMIT_S = 900.0
 """For one that takes two minutes on two quiet cores."""
 

@@ -28,7 +28,7 @@ SETTINGS = ["trainer.steps=60", "observe.progress=false", "observe.plots=false"]
 
 
 def summary(example: str, runs: Path, *overrides: str) -> dict[str, Any]:
-    result = train(example, runs, *SETTINGS, *overrides, timeout_s=900)
+    result = train(example, runs, *SETTINGS, *overrides, timeout_s=600)
     assert result.returncode == 0, result.stdout + result.stderr
     found: dict[str, Any] = json.loads((only_run(runs) / "summary.json").read_text())
     return found
@@ -36,7 +36,7 @@ def summary(example: str, runs: Path, *overrides: str) -> dict[str, Any]:
 
 def begun(runs: Path, *overrides: str) -> Path:
     """Return the last checkpoint of a short run of the quickstart."""
-    result = train("quickstart", runs, *SETTINGS, "trainer.steps=2", *overrides, timeout_s=900)
+    result = train("quickstart", runs, *SETTINGS, "trainer.steps=2", *overrides, timeout_s=600)
     assert result.returncode == 0, result.stdout + result.stderr
     return only_run(runs) / "checkpoints" / "step_2"
 
